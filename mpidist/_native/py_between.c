@@ -18,6 +18,7 @@
 #define _GNU_SOURCE
 #include "binding.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,8 +30,10 @@
 #define YIELDS 500
 #define TESTS_BETWEEN 4
 
-/* Those that merge: an op of MPI knows nothing but the elements, so these have a key. */
+/* Those that merge: an op of MPI knows nothing but the elements, so these have a key.  The lock is
+   for the list: MPI calls the op in any thread, also without Python's lock. */
 static Between *merging;
+static pthread_mutex_t merging_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* --- the elements ---------------------------------------------------------------------- */
 
@@ -63,8 +66,10 @@ void md_between_op(void *from, void *to, int *len, void *datatype) {
   (void)datatype;
   const md_header *other = from;
   md_header *header = to;
+  pthread_mutex_lock(&merging_lock);
   const Between *self = merging;
   while (self && self->key != header->source_offset) self = self->sibling;
+  pthread_mutex_unlock(&merging_lock); /* a header is in progress, so it stays */
   if (!self || *len != 1) { /* not ours: cannot be */
     header->result_offset = 0;
     return;
@@ -387,11 +392,11 @@ static PyObject *Between_leave(Between *self, PyObject *ignored) {
 }
 
 static void forget(Between *self) {
-  for (Between **at = &merging; *at; at = &(*at)->sibling)
-    if (*at == self) {
-      *at = self->sibling;
-      return;
-    }
+  pthread_mutex_lock(&merging_lock);
+  Between **at = &merging;
+  while (*at && *at != self) at = &(*at)->sibling;
+  if (*at) *at = self->sibling;
+  pthread_mutex_unlock(&merging_lock);
 }
 
 static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
@@ -444,8 +449,10 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   self->fail = Py_NewRef(fail);
   self->owner = Py_NewRef(owner);
   if (self->merges) {
+    pthread_mutex_lock(&merging_lock);
     self->sibling = merging;
     merging = self;
+    pthread_mutex_unlock(&merging_lock);
   }
   return 0;
 }

@@ -21,6 +21,7 @@ from mpidist._native import core
 pytestmark = pytest.mark.skipif(core is None, reason="the native core is not built")
 
 HEAD, ROOM = 64, 128
+_RESULT_OFFSET = 5  # in words of a header
 ELEMENT = HEAD + ROOM
 
 _WORD = ctypes.c_ssize_t
@@ -903,3 +904,35 @@ def test_the_op_says_that_elements_of_nobody_differ(count: int) -> None:
     assert total[HEAD : HEAD + 8].view("f8").tolist() == [10]
     same_call = total[40:48].view("i8")[0]
     assert (upper[40:48].view("i8")[0], same_call) == (1, 0)
+
+
+def test_the_operation_runs_while_others_are_made_and_dropped() -> None:
+    """MPI calls it in a thread that does not hold Python's lock."""
+    world = World(2, merges=True)
+    for rank in world.ranks:
+        rank.start(*header(7))
+    merge = _OP(core.merge_function())
+    count, ended, wrong = ctypes.c_int(1), threading.Event(), []
+
+    def make_and_drop() -> None:
+        while not ended.is_set():
+            others = [World(2, merges=True) for _ in range(20)]
+            del others
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=make_and_drop)
+    thread.start()
+    try:
+        end = time.monotonic() + 1
+        while time.monotonic() < end and not wrong:
+            row, total = (sent.copy() for sent in world.sent)
+            merge(row.ctypes.data, total.ctypes.data, ctypes.byref(count), None)
+            merged = total[:HEAD].view(np.int64)[_RESULT_OFFSET]
+            if merged != 1:
+                wrong.append(int(merged))
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert not wrong
