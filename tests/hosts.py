@@ -339,6 +339,7 @@ class Hosts:
         cwd: Path | None = None,
         shown: bool = False,
         options: Sequence[str] = (),
+        supervised: bool = False,
     ) -> Iterator[Job]:
         """Run this Python on hosts, ``per_host`` ranks on each; end it at the end.
 
@@ -350,6 +351,8 @@ class Hosts:
             cwd: the folder to run in; None: the shared one.
             shown: whether what it writes goes where this process writes.
             options: of mpirun, such as `launching.ULFM`.
+            supervised: start it by `mpidist run`, with its first ranks where that is,
+                on a host more.
         """
         names = self.names if hosts is None else list(hosts)
         mark = f"job-{uuid.uuid4().hex}"
@@ -360,11 +363,19 @@ class Hosts:
         counts = (
             [per_host] * len(names) if isinstance(per_host, int) else list(per_host)
         )
-        command = self._launcher(dict(zip(names, counts, strict=True)), environment)
-        command[1:1] = options
+        ranks_of = dict(zip(names, counts, strict=True))
+        if supervised:
+            ranks_of = {_HEAD: counts[0], **ranks_of}
+            command = [sys.executable, "-m", "mpidist", "run"]
+            command += ["-n", str(sum(ranks_of.values()))]
+            environment |= self._settings(ranks_of)
+        else:
+            command = self._launcher(ranks_of, environment)
+            command[1:1] = options
+            python = str(self._own / "python") if self._elsewhere else sys.executable
+            command.append(python)
         folder = self.folder if cwd is None else cwd
-        python = str(self._own / "python") if self._elsewhere else sys.executable
-        command += [python, *[os.fspath(x) for x in argv]]
+        command += [os.fspath(x) for x in argv]
         with (
             launching.output_file() as out,
             launching.output_file() as err,
@@ -382,6 +393,29 @@ class Hosts:
             finally:
                 launching.kill_marked(mark)
                 process.wait()
+
+    def _settings(self, ranks_of: Mapping[str, int]) -> dict[str, str]:
+        """Return the variables that have an mpirun start ranks on hosts."""
+        open_mpi, agent = is_open_mpi(), str(self._own / "agent")
+        file = self._own / "hostfile"
+        row = "{} slots={}\n" if open_mpi else "{}:{}\n"
+        file.write_text("".join(row.format(*one) for one in ranks_of.items()))
+        if open_mpi:
+            return {
+                "PRTE_MCA_prte_default_hostfile": str(file),
+                "PRTE_MCA_plm_ssh_agent": agent,
+                "PRTE_MCA_oob_tcp_if_include": "eth0",
+                "PRTE_MCA_rmaps_default_mapping_policy": ":nooversubscribe",
+                "PRTE_MCA_hwloc_default_binding_policy": "none",
+                "OMPI_MCA_pml": "ob1",
+                "OMPI_MCA_btl": "self,sm,tcp",
+                "OMPI_MCA_btl_tcp_if_include": "eth0",
+            }
+        return {
+            "HYDRA_HOST_FILE": str(file),
+            "HYDRA_LAUNCHER": "ssh",
+            "HYDRA_LAUNCHER_EXEC": agent,
+        }
 
     def _launcher(
         self, ranks_of: Mapping[str, int], env: Mapping[str, str]

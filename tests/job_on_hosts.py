@@ -140,7 +140,7 @@ def done(folder: Path) -> None:
     ended = False
     while not ended:
         strategy.run(step)
-        write(folder / f"in.{strategy.replica_id}", "")
+        write(folder / f"in.{strategy.replica_id}", str(os.getpid()))
         (least,) = strategy.experimental_local_results(strategy.run(step))
         ended = bool(least)
     strategy.run(lambda: None)  # all ranks are here

@@ -57,8 +57,14 @@ MORE_RANKS_THAN_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same in Open MPI 4
 }
-# Open MPI's TCP otherwise moves large messages in one direction at a time.
-BOTH_DIRECTIONS: Final = {"OMPI_MCA_btl_tcp_flags": "1"}
+# Open MPI's TCP otherwise moves large messages in one direction at a time, and its
+# mpirun waits for eight minutes for a host that it cannot reach.
+BETWEEN_HOSTS: Final = {
+    "OMPI_MCA_btl_tcp_flags": "1",
+    "PRTE_MCA_oob_tcp_keepalive_time": "60",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "10",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "6",
+}
 THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _VERSION_SECONDS: Final = 30
 _WITH_ULFM: Final = ("--with-ft", "ulfm")
@@ -220,7 +226,7 @@ def settings(
     added = dict.fromkeys(THREADS, str(max(1, cores // num_ranks)))
     if "Open MPI" in version or "PRRTE" in version:
         if in_batch_job:  # which may have several machines
-            added = {**BOTH_DIRECTIONS, **added}
+            added = {**BETWEEN_HOSTS, **added}
         elif num_ranks > cores:
             added = {**MORE_RANKS_THAN_CORES, **added}
         if os.geteuid() == 0:

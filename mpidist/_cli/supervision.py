@@ -4,7 +4,11 @@ A launcher may return 0 for a job that has failed. One that outlives ranks does 
 ranks that were killed were the only ones that failed: also if those were all. MPICH's
 ends all ranks, and says nothing, if one calls ``os._exit(0)``. So a rank creates a file
 when it makes its first strategy, and another one when it comes to its end
-(`process_exit.ENDED_FILE`); if no rank has come to its end, the job has failed.
+(`job_end.ENDED_FILE`); if no rank has come to its end, the job has failed.
+
+A launcher may also wait for a host that it cannot reach, for minutes, and until then
+ignore signals. So a rank that ends the job, or ends without some of the others, creates
+a file as well; a launcher that is still there some time after that is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Final
 
-from mpidist._runtime.process_exit import BEGUN, ENDED_FILE
+from mpidist._runtime.job_end import BEGUN, ENDED_FILE, GAVE_UP
 
 _FORWARDED: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
@@ -29,6 +33,8 @@ _FORWARDED: Final = (
 _PR_SET_PDEATHSIG: Final = 1
 _KILLED: Final = 128 + signal.SIGKILL
 _WITNESS_SECONDS: Final = 0.3
+# How long a launcher may need to end the ranks after one has ended the job.
+_END_SECONDS: Final = 30.0
 
 
 class Supervisor:
@@ -106,7 +112,7 @@ class Supervisor:
             self._process = _start(
                 self._command, {**self._environment, ENDED_FILE: ended}
             )
-            code = self._process.wait()
+            code = self._wait(self._process, ended + GAVE_UP)
             self._process = None
             if code == 0 and not os.path.exists(ended):
                 if self._outlives_ranks:
@@ -120,6 +126,21 @@ class Supervisor:
                     )
                     return 1
         return 128 - code if code < 0 else code
+
+    def _wait(self, process: subprocess.Popen[bytes], gave_up: str) -> int:
+        """Wait for mpirun; kill it if it is still there long after a rank gave up."""
+        is_late = False
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_END_SECONDS)
+            if is_late:
+                _say(
+                    f"a rank ended the job more than {_END_SECONDS:.0f} s ago, and "
+                    "mpirun goes on: perhaps there is a host that it cannot reach. It "
+                    "is killed"
+                )
+                process.kill()
+            is_late = os.path.exists(gave_up) and not self._outlives_ranks
 
 
 def _start(

@@ -46,7 +46,13 @@ from mpidist._mpi.buffers import (
 )
 from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
-from mpidist._mpi.library import MpiComm, MpiRequest, is_crowded, mpi_module
+from mpidist._mpi.library import (
+    MpiComm,
+    MpiRequest,
+    give_launcher_time,
+    is_crowded,
+    mpi_module,
+)
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")
@@ -59,6 +65,7 @@ _NOTICE_TAG: Final = 7
 _PROBES: Final = 4
 _KEY_BYTES: Final = 16
 _MESSAGE_HEAD: Final = 8  # bytes: the length of a message
+_LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
 
 
 class Request(Protocol):
@@ -230,6 +237,8 @@ class Communicator:
         ranks = [k for k, name in enumerate(machines) if name == machines[self.rank]]
         self.machine_rank: int = ranks.index(self.rank)
         self.machine_size: int = len(ranks)
+        if self.machine_size < self.size:
+            give_launcher_time(_LAUNCHER_SECONDS)
         nodes = [k * simulated_nodes // len(ranks) for k in range(len(ranks))]
         node = nodes[self.machine_rank]
         self.node_ranks: list[int] = [

@@ -182,8 +182,23 @@ def is_crowded(machine_size: int) -> bool:
     return machine_size > (os.cpu_count() or 1)
 
 
+def give_launcher_time(seconds: int) -> None:
+    """Have Open MPI wait some seconds before it ends the job by itself.
+
+    Between hosts it ends the job as soon as a connection closes: usually before its
+    launcher has heard that a process was killed there, and which one. In that time the
+    launcher says so, and ends the job. The setting is Open MPI's ``opal_abort_delay``,
+    which also applies to `MPI_Abort`.
+    """
+    # ValueError: another MPI.
+    with contextlib.suppress(OSError, ValueError):
+        library = ctypes.CDLL(mpi_module().__file__)
+        ctypes.c_int.in_dll(library, "opal_abort_delay").value = seconds
+
+
 def abort(code: int) -> None:
     """End every process of the job with this exit code. Does not return."""
+    give_launcher_time(0)
     mpi_module().COMM_WORLD.Abort(code)
 
 

@@ -26,6 +26,13 @@ from mpidist._base.errors import (
 from mpidist._mpi import library, survival
 from mpidist._runtime import context, termination
 
+ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
+"""The environment variable with the path of a file that a rank creates at its end."""
+BEGUN: Final = ".begun"
+"""What follows in the path of a file that a rank creates with its first strategy."""
+GAVE_UP: Final = ".gave-up"
+"""The same of one that a rank creates before it ends the job, or without the others."""
+
 _ENDED: Final = object()
 # The rank that failed prints and aborts. The others, which raise because of it, wait
 # for that, so that the user sees one traceback.
@@ -55,6 +62,14 @@ def rank_of_job() -> int | None:
 def breakdowns() -> list[Breakdown]:
     """Return what is broken, or may be, of all strategies of this process."""
     return [guard.breakdown for guard in guards.get()]
+
+
+def tell_launcher(what: str = "") -> None:
+    """Tell `mpidist run` how far a rank has come; to its end: it was not killed."""
+    path = os.environ.get(ENDED_FILE)
+    if path:
+        with contextlib.suppress(OSError), open(path + what, "w", encoding="utf-8"):
+            pass
 
 
 def wait_for(waits: list[Iterator[None]]) -> None:
@@ -180,6 +195,7 @@ def _abort(code: int, *, silently: bool = False) -> NoReturn:
     if silently or reporting.is_stuck():
         with contextlib.suppress(OSError):  # MPICH's MPI_Abort prints a line of its own
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    tell_launcher(GAVE_UP)
     lost = any(one.misses_ranks or one.state is State.LOST for one in breakdowns())
     if lost or survival.is_on():
         # MPI_Abort may wait for the lost rank, and keeps Python from running.

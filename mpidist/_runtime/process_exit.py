@@ -70,10 +70,6 @@ from mpidist._base.errors import (
 from mpidist._mpi import library, survival
 from mpidist._runtime import context, exit_code, job_end, termination
 
-ENDED_FILE: Final = "MPIDIST_ENDED_FILE"
-"""The environment variable with the path of a file that a rank creates at its end."""
-BEGUN: Final = ".begun"
-"""What follows in the path of a file that a rank creates with its first strategy."""
 _LEAVING: Final = Call("nothing more: this rank has left the program")
 _FINALIZE_SECONDS: Final = 30
 
@@ -146,7 +142,7 @@ def watch(guard: Guard, *, waits: bool) -> None:
         if waits and job_end.rank_of_job() is not None:
             reporting.start()
         _has_begun = True
-        _tell_launcher(BEGUN)
+        job_end.tell_launcher(job_end.BEGUN)
     job_end.guards.get()[guard] = waits
 
 
@@ -318,8 +314,9 @@ def leave(code: Any) -> None:
 def _end() -> None:
     """End without MPI_Finalize if it might hang for a lost rank, or is not ours."""
     termination.remove()  # Python handles no signal in MPI_Finalize, which may be long
-    if not library.is_forbidden():
-        _tell_launcher()
+    # The program may have ended MPI itself.
+    if not library.is_forbidden() and (library.world_rank() is not None or _has_begun):
+        job_end.tell_launcher()
     finalizes = (_ended_by_signal or _failed_at_end) and not library.is_forbidden()
     if not finalizes and not (
         library.is_forbidden()
@@ -333,6 +330,8 @@ def _end() -> None:
             return
         finalizes = True
     _flush()
+    if any(one.misses_ranks for one in job_end.breakdowns()):
+        job_end.tell_launcher(job_end.GAVE_UP)
     code = exit_code.of_process() or int(_failed_at_end)
     if finalizes:
         library.finalize_and_exit(code)
@@ -348,15 +347,6 @@ def _flush() -> None:
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-
-
-def _tell_launcher(what: str = "") -> None:
-    """Tell `mpidist run` how far a rank has come; to its end: it was not killed."""
-    path = os.environ.get(ENDED_FILE)
-    # The program may have ended MPI itself.
-    if path and (library.world_rank() is not None or _has_begun):
-        with contextlib.suppress(OSError), open(path + what, "w", encoding="utf-8"):
-            pass
 
 
 atexit.register(_end)  # so early that it runs after the functions of users

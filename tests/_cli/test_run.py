@@ -263,6 +263,8 @@ def test_what_is_added_to_the_environment(monkeypatch):
     )
     assert "PRTE_MCA_rmaps_default_mapping_policy" not in added
     assert "OMP_NUM_THREADS" not in added
+    # mpirun of several hosts ends when one is cut off.
+    assert added["PRTE_MCA_oob_tcp_keepalive_time"] == "60"
     # MPICH needs none of Open MPI's.
     assert set(run_command.settings(many, "HYDRA", {})) == set(run_command.THREADS)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

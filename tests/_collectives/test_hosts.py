@@ -269,6 +269,35 @@ def test_a_job_whose_host_dies_is_not_done(make_hosts):
 
 
 @pytest.mark.core
+def test_a_rank_that_is_killed_on_another_host_is_named(make_hosts):
+    """Open MPI ends ranks when connections close: later than mpirun finds out why."""
+    hosts = make_hosts(2)
+    with hosts.job(2, [JOB, hosts.folder, "done"]) as job:
+        await_files(hosts.folder, "in.*", 4, 120, job)
+        hosts.kill("node2", int((hosts.folder / "in.3").read_text()), signal.SIGKILL)
+        code, said = job.wait(60), job.output()
+    if virtual.is_open_mpi():
+        assert re.search(r"rank 3 with PID \d+ on node node2 exited", said), said
+        assert code == 128 + signal.SIGKILL
+    else:
+        assert "RUNNING AT node2" in said, said
+        assert code != 0
+
+
+def test_mpidist_run_ends_a_job_that_has_lost_a_host(make_hosts):
+    """Open MPI's mpirun alone waits for the host for minutes, and ignores SIGTERM."""
+    hosts = make_hosts(1)
+    arguments = ["loop", "300000", str(TIMEOUT), "AUTO", "cut", "inner"]
+    with hosts.job(1, [JOB, hosts.folder, *arguments], supervised=True) as job:
+        await_files(hosts.folder, "in.*", 2, 120, job)
+        hosts.cut("node1")
+        (hosts.folder / "cut").touch()
+        code, said = job.wait(200), job.output()
+    assert "mpirun goes on: perhaps there is a host that it cannot reach" in said, said
+    assert code == 128 + signal.SIGKILL
+
+
+@pytest.mark.core
 def test_a_black_hole_ends_the_job_if_that_is_asked_for(make_hosts):
     """Ranks abort at their deadline, and mpirun notices that a host is gone."""
     hosts = make_hosts(2)
