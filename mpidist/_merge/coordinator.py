@@ -340,6 +340,7 @@ class Coordinator:
     def _post(self, name: str, content: commands.Content = commands.NOTHING) -> None:
         dropped: list[Key] = []  # values that the others keep, and rank 0 does not
         if name not in ("return", "check"):
+            self._registry.forget_dropped()
             for waiting in (self._dropped, self._registry.dropped):
                 count = len(waiting)
                 dropped += waiting[:count]

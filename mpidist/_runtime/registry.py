@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
@@ -87,18 +88,19 @@ class Registry:
         # has dropped its own, and has told them.
         self.kept: dict[Key, Registered] = {}
         self.dropped: list[Key] = []
-        registry = weakref.ref(self)
+        # Callbacks are C functions: an exception that a signal's handler raises in one
+        # written in Python, such as KeyboardInterrupt, would be ignored.
+        self._dead: deque[weakref.ref[Registered]] = deque()
 
-        def forget(reference: weakref.ref[Registered]) -> None:
+    def forget_dropped(self) -> None:
+        """Remove the values that the program has dropped, and tell who watches them."""
+        while self._dead:
+            reference = self._dead.popleft()
             assert isinstance(reference, _Reference)
             if reference.dropped is not None:
                 reference.dropped.append(reference.key)
-            alive = registry()
-            key = reference.key
-            if alive is not None and alive._values.get(key) is reference:
-                del alive._values[key]
-
-        self._forget = forget
+            if self._values.get(reference.key) is reference:
+                del self._values[reference.key]
 
     def next_key(self) -> int:
         """Count one collective call; return its number."""
@@ -108,11 +110,16 @@ class Registry:
     def add(self, key: Key, value: _R) -> _R:
         """Give a value its key, and return it."""
         value._key = key
-        reference = _Reference(value, self._forget)
+        self._remember(key, value)
+        return value
+
+    def _remember(self, key: Key, value: Registered) -> None:
+        if self._dead:
+            self.forget_dropped()
+        reference = _Reference(value, self._dead.append)
         reference.key = key
         reference.dropped = None
         self._values[key] = reference
-        return value
 
     def wrap(self, kind: type[_C], own: Nest, key: Key) -> _C:
         """Return a PerReplica or Mirrored with this component and this key."""
@@ -124,10 +131,7 @@ class Registry:
         value._num_replicas = self._num_replicas
         value._key = key
         value._home = self
-        reference = _Reference(value, self._forget)
-        reference.key = key
-        reference.dropped = None
-        self._values[key] = reference
+        self._remember(key, value)
         return value
 
     def watch(self, value: Registered, dropped: list[Key]) -> None:

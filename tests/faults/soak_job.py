@@ -431,7 +431,10 @@ class Soak:
         self.run(fault, where, rng, lambda: context().all_reduce("SUM", ones))
 
     def do_save(self, rng: Any, fault: str, where: int) -> None:
-        """Save, with a disk that is full, or by a path that is another on one rank."""
+        """Save, with a disk that is full, or by a path that is another on one rank.
+
+        Rank 0's path counts then.
+        """
         full = self.rank == 0 and fault in RAISES
         before = self.manager.latest_checkpoint
         fsync = os.fsync
@@ -451,10 +454,12 @@ class Soak:
         if fault in DIFFERS:
             self.counts["fault: another path"] += 1
             other = "x" if self.rank == where else ""
-            names = self.outcome(
+            name = f"{self.folder}/y{'x' if where == 0 else ''}"
+            path, names = self.outcome(
                 lambda: self.checkpoint.save(f"{self.folder}/y{other}")
-            )[1]
-            assert names == ["CollectiveMismatchError"] * self.size, names
+            )
+            assert names == [""] * self.size, names
+            assert path == name, (path, name)
 
     def do_restore(self, rng: Any, fault: str, where: int) -> None:
         if not self.saved:
