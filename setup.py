@@ -9,6 +9,7 @@ import os
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 FLAGS = [
@@ -48,6 +49,20 @@ class BuildCore(build_ext):
         self.include_dirs.append(numpy.get_include())
 
 
+class BuildWithPages(build_py):
+    """Adds the pages of the documentation, which `mpidist docs` prints."""
+
+    def run(self) -> None:
+        super().run()
+        if getattr(self, "editable_mode", False):
+            return  # the command finds them in the checkout
+        for page in glob.glob("docs/**/*.md", recursive=True):
+            if not page.startswith(("docs/_build/", "docs/api")):
+                copy = os.path.join(self.build_lib, "mpidist", "_" + page)
+                self.mkpath(os.path.dirname(copy))
+                self.copy_file(page, copy)
+
+
 class SourceArchive(sdist):
     """Adds the files that users of the archive need without the repository."""
 
@@ -65,4 +80,11 @@ class SourceArchive(sdist):
         super().make_distribution()
 
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildCore, "sdist": SourceArchive})
+setup(
+    ext_modules=extensions,
+    cmdclass={
+        "build_ext": BuildCore,
+        "build_py": BuildWithPages,
+        "sdist": SourceArchive,
+    },
+)

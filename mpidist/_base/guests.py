@@ -6,7 +6,7 @@ imports it then, as pickle would.
 
 Torch tensors and JAX arrays on the host become NumPy arrays of the same memory, those
 on a GPU CuPy arrays (through DLPack, which orders the streams), and results are turned
-back in the same way. docs/guide/arrays.md has the table of what is copied.
+back in the same way. `mpidist docs arrays` has the table of what is copied.
 """
 
 from __future__ import annotations

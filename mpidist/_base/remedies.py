@@ -2,7 +2,7 @@
 
 A name that mpidist does not have raises AttributeError, and a keyword TypeError, as
 always in Python; the message ends with the line to write, from ``remedies.json``, which
-is read at the first such error. `docs/porting.md` has the same names in tables.
+is read at the first such error. `mpidist docs porting` has the same names in tables.
 ``hasattr`` and ``dir`` are not affected, nor are names that begin and end with two
 underscores, by which pickle, copy and inspect ask objects for their protocols.
 
@@ -18,11 +18,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T", bound=type)
+_MORE: Final = "(more: `mpidist docs porting`, `mpidist docs coming_from`)"
 
 
 @functools.cache
@@ -101,9 +102,7 @@ def missing_name(owner: str, message: str, missing: str) -> AttributeError:
     remedy = None if is_protocol else tables()["names"].get(owner, {}).get(missing)
     if remedy is None:
         return AttributeError(message)  # Python adds `name`, and "Did you mean"
-    return AttributeError(
-        f"{message}; {remedy} (docs/porting.md has all names)", name=missing, obj=None
-    )
+    return AttributeError(f"{message}; {remedy} {_MORE}", name=missing, obj=None)
 
 
 def explain_keywords(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -145,6 +144,6 @@ def _drop_ignored(call: str, kwargs: dict[str, Any]) -> None:
         ):
             raise TypeError(
                 f"{call}: got an unexpected keyword argument {name!r}; "
-                f"{keyword['write']} (docs/porting.md has all arguments)"
+                f"{keyword['write']} {_MORE}"
             )
         del kwargs[name]

@@ -30,16 +30,17 @@ ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
 FORMAT: Final = "mpidist-bench"
 VERSION: Final = 3
 _DESCRIPTION: Final = """\
-Times raw mpi4py and mpidist alternately in the same processes, after comparing both
-results with the correct one, and prints each row as soon as it is measured: work,
-bytes, raw, mpidist, and their ratio. Start it on the ranks to measure:
+Times raw mpi4py and mpidist alternately in the same processes, after comparing
+both results with the correct one, and prints each row as soon as it is
+measured: work, bytes, raw, mpidist, and their ratio. Start it on the ranks to
+measure:
 
   mpirun -n 2 mpidist bench
   mpirun -n 4 mpidist bench all_reduce --sizes 4B,64KiB,16MiB --json F.json
 
 NAME (default: all):
   all_reduce   the sum of one float32 array             raw: Allreduce in place
-  nest         the sums of many arrays in one call      raw: pack, Allreduce in place,
+  nest         the sums of many arrays in one call      raw: pack, Allreduce,
                                                              unpack
   all_gather   an array of each rank, on all            raw: Allgather
   run          an empty function                        raw: Barrier
@@ -49,10 +50,11 @@ NAME (default: all):
                20 variables in merge_fn                      multiply, subtract
   strategy     making an MPIStrategy                    raw: Dup
 
-With --nodes it starts one job after the other on this machine, each of which acts as
-so many nodes (MPIDIST_SIMULATED_NODES), and then prints the ratios side by side. The
-cores are those of one machine, so the ratios count, not the times. NAME is then
-all_reduce, all_gather, merge_call and strategy, unless given:
+With --nodes it starts one job after the other on this machine, each of which
+acts as so many nodes (MPIDIST_SIMULATED_NODES), and then prints the ratios
+side by side. The cores are those of one machine, so the ratios count, not the
+times. NAME is then all_reduce, all_gather, merge_call and strategy, unless
+given:
 
   mpidist bench --nodes 2,4,8,16 --ranks-per-node 2
 """

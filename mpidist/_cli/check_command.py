@@ -43,18 +43,18 @@ from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "a quick test of these ranks: does everything work here?"
 _DESCRIPTION: Final = """\
-Tests on these ranks what a program needs: that they find each other, that reductions,
-gathers, merge_call, variables and optimizers give right results, and that mistakes
-raise errors on all ranks instead of hanging. Run it on a new cluster before the first
-real job:
+Tests on these ranks what a program needs: that they find each other, that
+reductions, gathers, merge_call, variables and optimizers give right results,
+and that mistakes raise errors on all ranks instead of hanging. Run it on a new
+cluster before the first real job:
 
   mpirun -n 4 mpidist check
   srun -N 2 --ntasks-per-node 4 --mpi=pmix mpidist check
 
   mpirun -n 4 mpidist check --folder /scratch/me
 
-Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check waits
-longer than --timeout.
+Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check
+waits longer than --timeout.
 """
 _OF_ONE_RANK: Final = ("MPIDIST_TRACE",)  # may differ between ranks
 _T = TypeVar("_T")

@@ -30,9 +30,10 @@ from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
 _DESCRIPTION: Final = """\
-Shows what mpidist finds on these ranks: MPI, NumPy, CuPy and GPUs; ranks, nodes and
-cores; how each kind of array is moved, and why; the guard, its deadlines, and the
-environment variables that are set. Include its output in a bug report.
+Shows what mpidist finds on these ranks: MPI, NumPy, CuPy and GPUs; ranks,
+nodes and cores; how each kind of array is moved, and why; the guard, its
+deadlines, and the environment variables that are set. Include its output in a
+bug report.
 
   mpidist info
   mpirun -n 4 mpidist info

@@ -12,6 +12,7 @@ from mpidist._base.environment import read_environment
 from mpidist._cli import (
     bench_command,
     check_command,
+    docs_command,
     info_command,
     run_command,
     sbatch_command,
@@ -27,17 +28,19 @@ _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
     "check": (check_command.check, check_command.ABOUT),
     "bench": (bench_command.bench, bench_command.ABOUT),
     "timeline": (timeline_command.timeline, timeline_command.ABOUT),
+    "docs": (docs_command.docs, docs_command.ABOUT),
 }
-_DESCRIPTION: Final = "tf.distribute's Strategy API for NumPy and CuPy, over MPI."
+_DESCRIPTION: Final = (
+    "tf.distribute's Strategy API for NumPy, CuPy, torch and JAX, over MPI."
+)
 _EPILOG: Final = "\n".join(
     [
         "commands:",
         *(f"  {key:<8} {about}" for key, (_, about) in _COMMANDS.items()),
         "",
-        "`run` and `sbatch` start ranks; `timeline` needs none. Start the others under "
-        "mpirun",
-        "or srun: they describe the ranks that they run on. `mpidist COMMAND --help` "
-        "says more.",
+        "`run` and `sbatch` start ranks; `timeline` and `docs` need none. Start the",
+        "others under mpirun or srun: they describe the ranks that they run on.",
+        "`mpidist COMMAND --help` says more.",
     ]
 )
 _EXIT_WRONG: Final = 1
@@ -51,9 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     name = "mpidist"
     try:
-        parser = Parser(
-            "", "tf.distribute's Strategy API for NumPy and CuPy, over MPI."
-        )
+        parser = Parser("", _DESCRIPTION)
         parser.epilog = _EPILOG
         parser.add_argument("--version", action="store_true", help="print the version")
         parser.add_argument("command", nargs="?", metavar="COMMAND")

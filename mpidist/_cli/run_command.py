@@ -25,21 +25,22 @@ from mpidist._mpi import launcher
 
 ABOUT: Final = "start a program on ranks of this machine, by the environment's mpirun"
 _DESCRIPTION: Final = """\
-Starts a Python program on N ranks of this machine, with the mpirun that belongs to this
-Python: the one in its environment, else the first on the PATH. Prints the command
-that it runs on stderr. Standard input, output and the exit code are mpirun's, and it
-gets signals; if mpirun returns 0 and no rank has come to the end of its program, as
-after os._exit(0) with MPICH, the exit code is 1.
+Starts a Python program on N ranks of this machine, with the mpirun that
+belongs to this Python: the one in its environment, else the first on the PATH.
+Prints the command that it runs on stderr. Standard input, output and the exit
+code are mpirun's, and it gets signals; if mpirun returns 0 and no rank has
+come to the end of its program, as after os._exit(0) with MPICH, the exit code
+is 1.
 
-Sets, unless they are set: what Open MPI needs to run as root, or with more ranks than
-cores (not in a batch job), and the number of threads of each rank. On a cluster use
-srun or mpirun themselves.
+Sets, unless they are set: what Open MPI needs to run as root, or with more
+ranks than cores (not in a batch job), and the number of threads of each rank.
+On a cluster use srun or mpirun themselves.
 
-With --elastic the job goes on when a rank dies, for programs that use mpidist.elastic
-(Open MPI 5 only); its exit code is then that of the ranks that are left. With
---restarts K a job that fails, by whatever exit code but 0, is started again, up to K
-times; not if it was told to end, by Ctrl-C or another signal. A program that keeps a
-checkpoint then goes on from it.
+With --elastic the job goes on when a rank dies, for programs that use
+mpidist.elastic (Open MPI 5 only); its exit code is then that of the ranks that
+are left. With --restarts K a job that fails, by whatever exit code but 0, is
+started again, up to K times; not if it was told to end, by Ctrl-C or another
+signal. A program that keeps a checkpoint then goes on from it.
 
   mpidist run -n 4 train.py --epochs 3
   mpidist run -n 2 -m package.module

@@ -34,10 +34,10 @@ from mpidist._cli.speaking import Parser, say
 ABOUT: Final = "print a batch script for SLURM, which runs a program on many ranks"
 _DESCRIPTION: Final = """\
 Prints a batch script for SLURM. It works with Open MPI and MPICH: it asks the
-environment which MPI it has, and srun which kinds it knows. Without a program the
-script takes it from its arguments: sbatch job.sbatch train.py --epochs 3
+environment which MPI it has, and srun which kinds it knows. Without a program
+the script takes it from its arguments: sbatch job.sbatch train.py --epochs 3
 
-  mpidist sbatch --nodes 2 --ntasks-per-node 16 --time 1:00:00 -- python train.py
+  mpidist sbatch --nodes 2 --ntasks-per-node 8 --time 1:00:00 -- python train.py
   mpidist sbatch --nodes 2 --gpus-per-node 4 --preemptible -- python train.py
   mpidist sbatch --array 0-9 -- python train.py > job.sbatch; sbatch job.sbatch
 """

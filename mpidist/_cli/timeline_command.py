@@ -12,14 +12,15 @@ from mpidist._timeline import files, plot, summary
 
 ABOUT: Final = "summarize or draw what MPIDIST_TIMELINE recorded"
 _DESCRIPTION: Final = """\
-Summarizes a timeline: where the time of each rank went, the rank that the others waited
-for, the largest waits, and the calls with the most time. Record one with
+Summarizes a timeline: where the time of each rank went, the rank that the
+others waited for, the largest waits, and the calls with the most time. Record
+one with
 
   MPIDIST_TIMELINE=run.json mpirun -n 4 python train.py
 
-and look at every call in https://ui.perfetto.dev (open the file there). If the job was
-killed, or rank 0 could not read the parts of all ranks (run.json.rank*), this merges
-the parts that are there first.
+and look at every call in https://ui.perfetto.dev (open the file there). If the
+job was killed, or rank 0 could not read the parts of all ranks
+(run.json.rank*), this merges the parts that are there first.
 """
 
 

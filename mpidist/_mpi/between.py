@@ -35,7 +35,7 @@ FEW: Final = 8
 """The most ranks that gather the elements of all."""
 
 ROOM: Final = 1024
-"""Bytes of a payload behind a header; see docs/performance.md for its choice.
+"""Bytes of a payload behind a header; see `mpidist docs performance` for its choice.
 
 Every header carries it, also of calls without a payload, and what does not fit takes
 another collective.

@@ -58,7 +58,7 @@ class Way(NamedTuple):
 
 
 def way_of(library: str, size: int) -> Way:
-    """Return what is fastest; measured on 2026-11-23, see docs/performance.md.
+    """Return what is fastest; measured on 2026-11-23, see `mpidist docs performance`.
 
     Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
     four ranks or if the result is to be where the input is (``coll/libnbc``). MPICH

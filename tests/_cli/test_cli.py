@@ -85,6 +85,29 @@ def test_help(arguments, texts, capsys):
         assert text in out
 
 
+@pytest.mark.parametrize(
+    "command", ["", "run", "sbatch", "info", "check", "bench", "timeline", "docs"]
+)
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        _cli.main([*command.split(), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_docs(capsys):
+    """The pages of the checkout; tests/project/test_install.py has those of a wheel."""
+    assert _cli.main(["docs"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"porting", "guide/torch", "tutorial/1_hello"} <= set(names)
+    for name in ("guide/torch", "torch", "docs/guide/torch.md"):
+        assert _cli.main(["docs", name]) == 0
+        page = (ROOT / "docs/guide/torch.md").read_text(encoding="utf-8")
+        assert capsys.readouterr().out.rstrip() == page.rstrip()
+    assert _cli.main(["docs", "prting"]) == 2
+    assert "did you mean `mpidist docs porting`?" in capsys.readouterr().err
+
+
 def test_without_a_command_it_helps(capsys):
     assert _cli.main([]) == 0
     assert "commands:\n  run" in capsys.readouterr().out
@@ -98,9 +121,9 @@ def test_without_a_command_it_helps(capsys):
         (
             ["bnech"],
             "mpidist: error: expected one of run, sbatch, info, check, bench, "
-            "timeline, got 'bnech'; did you mean `mpidist bench`?\nusage:",
+            "timeline, docs, got 'bnech'; did you mean `mpidist bench`?\nusage:",
         ),
-        (["train.py"], "timeline, got 'train.py'\nusage: mpidist"),
+        (["train.py"], "timeline, docs, got 'train.py'\nusage: mpidist"),
         (["info", "-x"], "mpidist info: error: unrecognized arguments: -x"),
         (["check", "--timeout", "0"], "expected a time above 0, got '0'"),
         (["bench", "allreduce"], "expected one of all_reduce, nest, all_gather, run"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ COMMAND = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
 COMPILER = shlex.split(COMMAND)[0]
 HAS_COMPILER = bool(shutil.which(COMPILER))
 SITE = sysconfig.get_paths()["purelib"]
+BUILT = shutil.ignore_patterns("__pycache__", "_build", "*.so", "*.egg-info")
 OFFLINE = ("--no-build-isolation", "--no-deps", "--no-index")
 PROGRAM = """
 import numpy as np
@@ -266,6 +268,7 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 def test_a_wheel_has_the_core_and_the_data(tmp_path: pathlib.Path) -> None:
     copy = copy_of_the_checkout(tmp_path)
+    shutil.copytree(ROOT / "docs", copy / "docs", ignore=BUILT)
     pip(("wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(copy)), {})
     (wheel,) = tmp_path.glob("*.whl")
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -274,6 +277,29 @@ def test_a_wheel_has_the_core_and_the_data(tmp_path: pathlib.Path) -> None:
         names = set(file.namelist())
     core = f"mpidist/_native/_core{SUFFIX}"
     assert {core, "mpidist/_base/remedies.json", "mpidist/_cli/job.sbatch"} <= names
+    (unpacked := tmp_path / "unpacked").mkdir()
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(unpacked)
+    named = pages_named_in(unpacked / "mpidist")
+    assert {"porting", "coming_from"} <= named
+    for page in ["", *named]:
+        printed = subprocess.run(
+            [sys.executable, "-m", "mpidist", "docs", *page.split()],
+            cwd=unpacked,
+            env={**os.environ, "PYTHONPATH": str(unpacked)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert printed.stdout.startswith("# " if page else "DECISIONS "), page
+
+
+def pages_named_in(package: pathlib.Path) -> set[str]:
+    """Return the pages that texts of the package name, as what prints them."""
+    files = [*package.rglob("*.py"), *package.rglob("*.json")]
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert not re.findall(r"docs/[\w/]+\.md", texts)  # which an installation lacks
+    return set(re.findall(r"`mpidist docs ([\w/]+)`", texts))
 
 
 FOLDERS = (".ci", "docs", "examples", "launch", "mpidist", "pytest_mpidist", "tests")
@@ -282,9 +308,8 @@ SETTINGS = (".ruff.toml", ".shellcheckrc", ".pre-commit-config.yaml", "CITATION.
 
 def test_a_source_distribution_has_all_files(tmp_path: pathlib.Path) -> None:
     copy = copy_of_the_checkout(tmp_path)
-    leave = shutil.ignore_patterns("__pycache__", "_build", "*.so", "*.egg-info")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, copy / name, ignore=leave, dirs_exist_ok=True)
+        shutil.copytree(ROOT / name, copy / name, ignore=BUILT, dirs_exist_ok=True)
     for path in (*ROOT.glob("*.md"), *(ROOT / name for name in SETTINGS)):
         shutil.copy(path, copy)
     wanted = {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()}

@@ -80,7 +80,7 @@ def test_every_remedy_is_raised_by_what_it_names(owner, owner_of):
             continue  # imported by another test
         with pytest.raises(AttributeError) as caught:
             getattr(found, name)
-        assert f"; {remedy} (docs/porting.md has all names)" in str(caught.value)
+        assert f"; {remedy} (more: `mpidist docs " in str(caught.value)
         assert caught.value.name == name
         assert not hasattr(found, name)
         assert name not in dir(found)
