@@ -11,12 +11,9 @@ from mpidist._agreement import mismatch
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base.errors import CheckpointError, as_told
-from mpidist._base.types import Array
-from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._collectives.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import Variable, storage_of
 
 _R = TypeVar("_R")
 
@@ -115,13 +112,3 @@ class CollectiveCall:
         if self.group.is_mpi:
             return context.entered(self.group.cross_frame)
         return contextlib.nullcontext()
-
-    def assign(self, variable: Variable, value: Array) -> None:
-        """Assign a value that all ranks have; collective for ON_READ variables."""
-        if variable.synchronization is VariableSynchronization.ON_READ:
-            with self.scope():
-                variable.assign(value)
-            return
-        frame = context.Frame(storage_of(variable).group, context.Level.UPDATE)
-        with context.entered(frame):  # only this copy, like the function of an update
-            variable.assign(value)

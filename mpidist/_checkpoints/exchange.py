@@ -10,7 +10,7 @@ from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.items import Item, StateItem
+from mpidist._checkpoints.items import GeneratorItem, Item, StateItem
 from mpidist._checkpoints.state_json import Json, Packed, Stored, checksum, host_copy
 
 Values: TypeAlias = dict[str, list[Json]]
@@ -58,7 +58,7 @@ def exchange(
 
 def alike(call: CollectiveCall, items: Sequence[Item]) -> dict[str, bool]:
     """Return for each generator whether it is the same on all ranks. Collective."""
-    found = [x for x in items if isinstance(x, StateItem) and x.kind == "generator"]
+    found = [x for x in items if isinstance(x, GeneratorItem)]
     if not found:
         return {}
     numbers = call.attempt(lambda: {item.name: item.pack().number for item in found})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class StateItem:
             communicate.
     """
 
-    kind: Literal["generator", "object"] = "object"
+    kind = "object"
 
     def __init__(
         self,

@@ -214,11 +214,37 @@ def _choose_state(
 # --- setting it ---------------------------------------------------------------------
 
 
+def share(
+    call: CollectiveCall,
+    kinds: Mapping[str, tuple[DType, Shape]],
+    arrays: dict[str, HostArray],
+    root: int = 0,
+) -> dict[str, HostArray]:
+    """Return the arrays of one rank, on all. Collective.
+
+    Args:
+        call: the call that restores them.
+        kinds: their dtypes and shapes.
+        arrays: the arrays; empty on a rank that does not have them. They are
+            overwritten on ranks other than ``root``.
+        root: the rank.
+    """
+
+    def allocate() -> dict[str, HostArray]:
+        return arrays or {name: np.empty(x[1], x[0]) for name, x in kinds.items()}
+
+    arrays = call.together(allocate, scope=False)
+    with call.guard.payload():
+        for name in kinds:
+            if arrays[name].size:
+                call.comm.broadcast(backend.as_bytes(arrays[name]), root)
+    return arrays
+
+
 def put(
     call: CollectiveCall,
     items: Mapping[str, Item],
     states: Values,
-    kinds: Mapping[str, tuple[DType, Shape]],
     arrays: dict[str, HostArray],
 ) -> list[str]:
     """Restore objects; return the names of their items. Collective.
@@ -227,19 +253,9 @@ def put(
         call: the call that restores them.
         items: the items to restore, by name.
         states: the states, as `spread` returns them.
-        kinds: the dtypes and shapes of all arrays.
-        arrays: the arrays, which are taken; on rank 0 only.
+        arrays: all arrays, which are taken: states may share their memory.
     """
     variables = [item for item in items.values() if isinstance(item, VariableItem)]
-
-    def allocate() -> dict[str, HostArray]:
-        return arrays or {name: np.empty(x[1], x[0]) for name, x in kinds.items()}
-
-    arrays = call.together(allocate, scope=False)
-    with call.guard.payload():
-        for x in arrays.values():
-            if x.size:
-                call.comm.broadcast(backend.as_bytes(x), 0)
 
     def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
         values = [_prepared(item, arrays.pop(item.name)) for item in variables]

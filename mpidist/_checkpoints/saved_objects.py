@@ -190,7 +190,9 @@ class SavedObjects:
             return None
         names, states, kinds = answer
         chosen = {item_name: by_name[item_name] for item_name in names}
-        return lambda: restoring.put(call, chosen, states, kinds, arrays)
+        return lambda: restoring.put(
+            call, chosen, states, restoring.share(call, kinds, arrays)
+        )
 
     def finish(self, name: str) -> None:
         """Wait for a save with ``wait=False``. Collective."""

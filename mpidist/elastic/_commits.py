@@ -25,11 +25,10 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank
 from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import HostArray
-from mpidist._checkpoints import exchange, state_json
+from mpidist._checkpoints import exchange, restoring, state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
-from mpidist._checkpoints.items import Item, StateItem, VariableItem
-from mpidist._checkpoints.restoring import choose
+from mpidist._checkpoints.items import GeneratorItem, Item, StateItem, VariableItem
 from mpidist._checkpoints.state_json import Json, Packed, Stored, host_copy
 
 
@@ -142,7 +141,7 @@ def _check_differing(
                 "with it. Reduce it (`strategy.reduce`), or make an ON_READ variable "
                 "of it"
             )
-        elif item.kind == "object" and item.merge is None:
+        elif not isinstance(item, GeneratorItem) and item.merge is None:
             problem = (
                 f"{item.name!r} has another state on each replica, and no method "
                 "`merge_states(states)`, so it could not go on with fewer replicas. "
@@ -157,38 +156,25 @@ def _check_differing(
 # --- putting it back ----------------------------------------------------------------
 
 
-def share(
-    call: CollectiveCall, items: Sequence[Item], own: Commit | None, has: Sequence[bool]
-) -> Commit:
+def share(call: CollectiveCall, own: Commit | None, has: Sequence[bool]) -> Commit:
     """Return the commit on all replicas, those that have joined too. Collective.
 
     Args:
         call: the call that puts it back.
-        items: what is in it.
         own: the commit; None on a replica that does not have it.
         has: for each replica whether it does; at least one of them.
     """
     root = has.index(True)
     data = b""
     if own is not None and call.rank == root:
-        kinds = {name: (x.shape, x.dtype) for name, x in own.arrays.items()}
+        kinds = {name: (x.dtype, x.shape) for name, x in own.arrays.items()}
         data = pickle.dumps((own.number, own.size, own.states, kinds))
     data = call.comm.all_gather_objects(data)[root]
 
-    def prepare() -> Commit:
-        if own is not None:
-            return own
-        number, size, states, kinds = pickle.loads(data)
-        empty = {name: np.empty(shape, dtype) for name, (shape, dtype) in kinds.items()}
-        return Commit(number, -1, size, empty, states)
-
-    # All wait for the end of this: the broadcasts below have no header.
-    commit = call.together(prepare, scope=False)
-    for name in sorted(commit.arrays):
-        x = commit.arrays[name]
-        if x.size:
-            call.comm.broadcast(backend.as_bytes(x), root)
-    return commit
+    number, size, states, kinds = pickle.loads(data)
+    mine = {} if own is None else own.arrays
+    arrays = restoring.share(call, kinds, mine, root)
+    return own or Commit(number, -1, size, arrays, states)
 
 
 def put(
@@ -203,26 +189,18 @@ def put(
         places: for each replica the number, among those that made the commit, of the
             one that it is or replaces.
     """
+    by_name = {item.name: item for item in items}
+    saved: Values = {}
+    for name, values in commit.states.items():
+        # One replica has one generator, which then is that of all.
+        several = len(values) > 1 and isinstance(by_name[name], GeneratorItem)
+        saved[name] = [values[place] for place in places] if several else values
 
-    def set_states() -> None:
-        saved: Values = {}
-        for item in objects:
-            values = commit.states[item.name]
-            if len(values) > 1 and item.kind == "generator":
-                values = [values[place] for place in places]
-            # One replica has one generator, which then is that of all.
-            saved[item.name] = values
-        # The tensors that are set take the memory of these; the commit stays.
+    def copy() -> dict[str, HostArray]:
         copies = {name: commit.arrays[name].copy() for name in _named(saved)}
-        by_name = {item.name: item for item in objects}
-        for item, state in choose(call, by_name, saved, copies):
-            item.set(state)
+        return commit.arrays | copies
 
-    objects = [item for item in items if isinstance(item, StateItem)]
-    call.together(set_states)
-    for item in items:
-        if isinstance(item, VariableItem):
-            call.assign(item.variable, commit.arrays[item.name])
+    restoring.put(call, by_name, saved, call.together(copy, scope=False))
 
 
 def _named(saved: Values) -> set[str]:

@@ -150,7 +150,7 @@ class StateStorage:
         call = CollectiveCall(self._group, "elastic.run, going back to a commit")
         commit = self._find(number)
         if not all(has):
-            commit = _commits.share(call, self._items, commit, has)
+            commit = _commits.share(call, commit, has)
         assert commit is not None
         self.newest, self.previous = commit, None
         _commits.put(call, self._items, commit, places)
