@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._base import backend, guests, nest
+from mpidist._base.expect import expect
 from mpidist._checkpoints import guest_items, state_json
 from mpidist._checkpoints.guest_items import Held
 from mpidist._checkpoints.items import (
@@ -135,11 +136,8 @@ def _children(name: str, value: object) -> list[tuple[str, object]] | None:
         return list(_entries(own(value)))
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, (str, int)):
-                raise TypeError(
-                    f"Checkpoint: expected the keys of {name!r} to be str or int, got "
-                    f"{key!r} of type {type(key).__name__}"
-                )
+            expected = f"the keys of {name!r} to be str or int"
+            expect(isinstance(key, (str, int)), "Checkpoint", expected, key)
         return [(str(key), child) for key, child in value.items()]
     if isinstance(value, (list, tuple, collections.deque)):
         fields = getattr(value, "_fields", None) or map(str, range(len(value)))
@@ -151,12 +149,9 @@ def _variables_of(name: str, variables: Sequence[object]) -> Iterator[Item]:
     """Yield the variables of an optimizer, with names made unique by a number."""
     used: set[str] = set()
     for variable in variables:
-        if not isinstance(variable, Variable):
-            raise TypeError(
-                f"Checkpoint: expected `{name}.variables` to be a list of `mpidist."
-                f"Variable`, got one with {variable!r:.80} of type "
-                f"{type(variable).__name__}"
-            )
+        expected = f"`{name}.variables` to be a list of `mpidist.Variable`"
+        expect(isinstance(variable, Variable), "Checkpoint", expected, variable)
+        assert isinstance(variable, Variable)
         own, number = variable.name, 0
         while own in used:
             number += 1

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpidist._base import backend
 from mpidist._base.errors import CheckpointError
+from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import background, manifest, replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
@@ -60,13 +60,13 @@ class CheckpointManager:
         format: storage.FileFormat = "npz",
     ) -> None:
         """Read the directory. Collective, at program level."""
-        given: object = checkpoint
-        if not isinstance(given, Checkpoint):
-            raise TypeError(
-                "CheckpointManager: expected `checkpoint` to be a `mpidist.Checkpoint`"
-                f", got {given!r:.80}; write `CheckpointManager(mpidist.Checkpoint("
-                "weights=weights), directory)`"
-            )
+        expect(
+            isinstance(checkpoint, Checkpoint),
+            "CheckpointManager",
+            "`checkpoint` to be a `mpidist.Checkpoint`",
+            checkpoint,
+            "write `CheckpointManager(mpidist.Checkpoint(weights=weights), directory)`",
+        )
         call = objects_of(checkpoint).call("CheckpointManager")
         background.finish(call)
 
@@ -324,37 +324,15 @@ def _as_number(given: object) -> int:
     x: Any = given  # what has `numpy()`, and what that returns, is the user's
     if not isinstance(given, int) and hasattr(given, "numpy"):
         x = given.numpy()
-    if isinstance(x, bool) or not (
-        isinstance(x, int)
-        or (backend.is_array(x) and x.ndim == 0 and x.dtype.kind in "iu")
-    ):
-        raise TypeError(
-            "CheckpointManager.save: expected `checkpoint_number` to be an int, or a "
-            f"variable of an integer dtype and shape (), got {given!r:.80}"
-        )
-    if x < 0:
-        raise ValueError(
-            f"CheckpointManager.save: expected `checkpoint_number` >= 0, got {int(x)}"
-        )
-    return int(x)
+    hint = "or a variable of an integer dtype and shape ()"
+    return as_int("CheckpointManager.save", "checkpoint_number", x, least=0, hint=hint)
 
 
 def _check_arguments(max_to_keep: object, checkpoint_name: object) -> None:
-    if max_to_keep is not None and (
-        isinstance(max_to_keep, bool)
-        or not isinstance(max_to_keep, int)
-        or max_to_keep < 1
-    ):
-        raise ValueError(
-            "CheckpointManager: expected `max_to_keep` to be an int of at least 1, or "
-            f"None to keep all, got {max_to_keep!r}"
-        )
-    if (
-        not isinstance(checkpoint_name, str)
-        or not checkpoint_name
-        or os.sep in checkpoint_name
-    ):
-        raise ValueError(
-            "CheckpointManager: expected `checkpoint_name` to be a name without a "
-            f"slash, got {checkpoint_name!r}"
-        )
+    call = "CheckpointManager"
+    if max_to_keep is not None:
+        as_int(call, "max_to_keep", max_to_keep, least=1, hint="None keeps all")
+    name = checkpoint_name
+    is_name = isinstance(name, str) and name and os.sep not in name
+    expected = "`checkpoint_name` to be a name without a slash"
+    expect(is_name, call, expected, name, error=ValueError)

@@ -31,6 +31,7 @@ from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
+from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._checkpoints import background
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
@@ -116,19 +117,22 @@ class PreemptionCheckpointHandler:
                 "or a `mpidist.Checkpoint` and `checkpoint_dir`, got "
                 f"{given!r:.80} and checkpoint_dir={checkpoint_dir!r}"
             )
-        config = termination_config
-        if config is not None and not isinstance(config, TerminationConfig):
-            raise TypeError(
-                "PreemptionCheckpointHandler: expected `termination_config` to be a "
-                f"`mpidist.experimental.TerminationConfig`, got {config!r:.80}"
-            )
+        config = TerminationConfig()
+        if termination_config is not None:
+            config = termination_config
+        expect(
+            isinstance(config, TerminationConfig),
+            "PreemptionCheckpointHandler",
+            "`termination_config` to be a `mpidist.experimental.TerminationConfig`",
+            config,
+        )
         watches = threads.current() is None
         if watches and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "PreemptionCheckpointHandler: expected to be created in the main "
                 "thread, the only one in which Python handles signals"
             )
-        self._config = config or TerminationConfig()
+        self._config = config
         self._checkpoint = checkpoint
         self._calls = 0
         objects_of(checkpoint).by_name[_COUNTER] = _Counter(self)

@@ -10,6 +10,8 @@ import itertools
 import re
 from typing import Final, NoReturn
 
+from mpidist._base.expect import expect
+
 _RANGE: Final = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 _COUNT: Final = re.compile(r"\s*(\d+)\s*(?:\(x(\d+)\)\s*)?")
 _MOST: Final = 2**16  # of one range, as in SLURM
@@ -28,10 +30,8 @@ def expand_hostlist(hostlist: str) -> list[str]:
         TypeError: if it is not a string.
         ValueError: if it is not a host list; the message shows the part that is wrong.
     """
-    if not isinstance(hostlist, str):
-        raise TypeError(
-            f"expand_hostlist: expected a string such as 'n[1-4],m5', got {hostlist!r}"
-        )
+    expected = "a string such as 'n[1-4],m5'"
+    expect(isinstance(hostlist, str), "expand_hostlist", expected, hostlist)
     hosts: list[str] = []
     for name in _split(hostlist):
         parts = re.split(r"\[([^]]*)\]", name)  # text, ranges, text, ranges, ..., text
@@ -55,11 +55,9 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
         TypeError: if it is not a string.
         ValueError: if it is not such a list.
     """
-    if not isinstance(tasks_per_node, str):
-        raise TypeError(
-            "expand_tasks_per_node: expected a string such as '3(x2),2', got "
-            f"{tasks_per_node!r}"
-        )
+    is_text = isinstance(tasks_per_node, str)
+    expected = "a string such as '3(x2),2'"
+    expect(is_text, "expand_tasks_per_node", expected, tasks_per_node)
     counts: list[int] = []
     for part in tasks_per_node.split(",") if tasks_per_node.strip() else []:
         match = _COUNT.fullmatch(part)

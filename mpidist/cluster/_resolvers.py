@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpidist._base import backend
+from mpidist._base.expect import expect
 from mpidist.cluster._spec import ClusterSpec
 
 
@@ -113,16 +114,10 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         """Check the arguments, and keep them."""
-        if not isinstance(cluster_spec, ClusterSpec):
-            raise TypeError(
-                "SimpleClusterResolver: expected `cluster_spec` to be a `mpidist."
-                f"cluster.ClusterSpec`, got {cluster_spec!r:.80}"
-            )
-        if not isinstance(master, str):
-            raise TypeError(
-                f"SimpleClusterResolver: expected `master` to be a string, got "
-                f"{master!r:.80}"
-            )
+        call, expected = "SimpleClusterResolver", "`mpidist.cluster.ClusterSpec`"
+        is_spec = isinstance(cluster_spec, ClusterSpec)
+        expect(is_spec, call, f"`cluster_spec` to be a {expected}", cluster_spec)
+        expect(isinstance(master, str), call, "`master` to be a string", master)
         self._cluster_spec = cluster_spec
         self._default_master = master
         self._num_accelerators = dict(num_accelerators or {})
@@ -287,11 +282,9 @@ class UnionResolver(ClusterResolver):
         if not cluster_resolvers:
             raise ValueError("UnionResolver: at least one ClusterResolver is required")
         for resolver in cluster_resolvers:
-            if not isinstance(resolver, ClusterResolver):
-                raise TypeError(
-                    "UnionResolver: expected each argument to be a ClusterResolver, "
-                    f"got {resolver!r:.80}"
-                )
+            is_one = isinstance(resolver, ClusterResolver)
+            expected = "each argument to be a ClusterResolver"
+            expect(is_one, "UnionResolver", expected, resolver)
         first = cluster_resolvers[0]
         self._resolvers = cluster_resolvers
         self.task_type = first.task_type if task_type is None else task_type

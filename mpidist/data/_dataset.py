@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from mpidist._base import nest
+from mpidist._base.expect import expect
 from mpidist._base.types import Nest
 from mpidist.data import _stages as stages
 from mpidist.data._ahead import AUTOTUNE
@@ -140,8 +141,8 @@ class Dataset(Elements):
             TypeError: if its elements differ in structure, dtype or number of
                 dimensions, as far as that is known before reading.
         """
-        if not isinstance(dataset, Dataset):
-            raise TypeError(f"Dataset.concatenate: expected a Dataset, got {dataset!r}")
+        is_one = isinstance(dataset, Dataset)
+        expect(is_one, "Dataset.concatenate", "a Dataset", dataset)
         both = Concatenate(self._stage, stage_of(dataset))
         try:
             both.spec()
@@ -286,12 +287,13 @@ class Dataset(Elements):
 
         def open_one(*element: Nest) -> Stage:
             made = map_func(*element)
-            if not isinstance(made, Dataset):
-                raise TypeError(
-                    "Dataset.interleave: expected `map_func` to return a Dataset, got "
-                    f"{made!r:.80} of type {type(made).__name__}; write "
-                    "`Dataset.from_tensor_slices(...)` or `Dataset.from_generator(...)`"
-                )
+            expect(
+                isinstance(made, Dataset),
+                "Dataset.interleave",
+                "`map_func` to return a Dataset",
+                made,
+                "write `Dataset.from_tensor_slices(...)` or `from_generator(...)`",
+            )
             return stage_of(made)
 
         call += f", {cycle}, {length})"
@@ -307,8 +309,7 @@ class Dataset(Elements):
         """Return ``transformation_func(self)``, which must be a Dataset."""
         as_call("apply", "transformation_func", transformation_func)
         made = transformation_func(self)
-        if not isinstance(made, Dataset):
-            raise TypeError(f"Dataset.apply: expected a Dataset, got {made!r}")
+        expect(isinstance(made, Dataset), "Dataset.apply", "a Dataset", made)
         return made
 
     # --- batches --------------------------------------------------------------
@@ -373,11 +374,8 @@ class Dataset(Elements):
 
     def with_options(self, options: Options, name: str | None = None) -> Dataset:
         """Set options; of `Options`, those that are not the default."""
-        if not isinstance(options, Options):
-            raise TypeError(
-                "Dataset.with_options: expected a `mpidist.data.Options`, got "
-                f"{options!r:.80}"
-            )
+        given = isinstance(options, Options)
+        expect(given, "Dataset.with_options", "a `mpidist.data.Options`", options)
         return Dataset(stages.Same(self._stage, "", 0, copy.deepcopy(options)))
 
     def assert_cardinality(self, expected_cardinality: int) -> Dataset:

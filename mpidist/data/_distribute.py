@@ -11,6 +11,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import nest
 from mpidist._base.environment import debugging
+from mpidist._base.expect import expect
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -118,12 +119,14 @@ class DistributedDataset:
                     "nothing is sharded here; `dataset_fn` takes this rank's part by "
                     "`context.input_pipeline_id`"
                 )
-            if not callable(dataset_fn):
-                raise TypeError(
-                    f"{call}: expected a function of an InputContext, got "
-                    f"{dataset_fn!r:.80}; for a dataset of global batches write "
-                    "`strategy.experimental_distribute_dataset(dataset)`"
-                )
+            expect(
+                callable(dataset_fn),
+                call,
+                "a function of an InputContext",
+                dataset_fn,
+                "for a dataset of global batches write "
+                "`strategy.experimental_distribute_dataset(dataset)`",
+            )
             section.kind = "raised"
             made = dataset_fn(input_context)
             if functions and callable(made) and not hasattr(made, "__iter__"):
@@ -249,11 +252,9 @@ def _many(stage: Stage) -> str:
 def _check_options(options: object, call: str) -> InputOptions:
     if options is None:
         return InputOptions()
-    if not isinstance(options, InputOptions):
-        raise TypeError(
-            f"{call}: expected `options` to be a `mpidist.InputOptions`, got "
-            f"{type(options).__name__}"
-        )
+    expected = "`options` to be a `mpidist.InputOptions`"
+    expect(isinstance(options, InputOptions), call, expected, options)
+    assert isinstance(options, InputOptions)
     if not options.experimental_place_dataset_on_device:
         return options
     if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import copy
 import glob
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeAlias
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist._base import backend, nest
+from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._runtime import context
@@ -42,20 +42,7 @@ FilePattern: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str
 
 def as_count(method: str, name: str, value: Any, *, least: int) -> int:
     """Return an int, given one, or a 0-d array of one."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"Dataset.{method}: expected `{name}` to be an int, got {value!r} of type "
-            f"{type(value).__name__}"
-        ) from None
-    if number < least:
-        raise ValueError(
-            f"Dataset.{method}: expected `{name}` to be {least} or more, got {number}"
-        )
-    return number
+    return as_int(f"Dataset.{method}", name, value, least=least)
 
 
 def as_calls(method: str, value: object) -> int:
@@ -69,10 +56,8 @@ def as_calls(method: str, value: object) -> int:
 
 def as_call(method: str, name: str, function: object) -> str:
     """Return the text of a call with a function, which this must be."""
-    if not callable(function):
-        raise TypeError(
-            f"Dataset.{method}: expected a function as `{name}`, got {function!r:.80}"
-        )
+    expected = f"a function as `{name}`"
+    expect(callable(function), f"Dataset.{method}", expected, function)
     return f"{method}({name_of(function)})"
 
 

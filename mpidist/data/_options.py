@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from typing import Any, Final, Self
 
+from mpidist._base.expect import expect
 from mpidist._base.types import DType
 
 INFINITE_CARDINALITY: Final = -1
@@ -156,12 +157,13 @@ class InputOptions:
                     "older name `experimental_prefetch_to_device`; write the first only"
                 )
             fetch = experimental_prefetch_to_device
-        mode: object = self.experimental_replication_mode
-        if not isinstance(mode, InputReplicationMode):
-            raise TypeError(
-                "InputOptions: expected `experimental_replication_mode` to be a "
-                f"`mpidist.InputReplicationMode`, got {mode!r}"
-            )
+        mode = self.experimental_replication_mode
+        expect(
+            isinstance(mode, InputReplicationMode),
+            "InputOptions",
+            "`experimental_replication_mode` to be a `mpidist.InputReplicationMode`",
+            mode,
+        )
         policy = as_policy(self.auto_shard_policy, "InputOptions")
         object.__setattr__(self, "experimental_fetch_to_device", fetch is not False)
         object.__setattr__(self, "auto_shard_policy", policy)

@@ -13,6 +13,7 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import reporting, threads
 from mpidist._base.environment import Environment, read_environment
 from mpidist._base.errors import ReplicaLostError, format_ranks
+from mpidist._base.expect import as_int, expect
 from mpidist._mpi import library, survival
 from mpidist._strategy.mpi_strategy import MPIStrategy
 from mpidist._strategy.strategy import group_of
@@ -103,27 +104,14 @@ def _check(
     spares: object,
     make_strategy: object,
 ) -> None:
-    if not callable(train):
-        raise TypeError(
-            "elastic.run: expected `train` to be a function of a strategy and a state, "
-            f"got {train!r:.80}"
-        )
-    if not isinstance(state, State):
-        raise TypeError(
-            "elastic.run: expected `state` to be a `mpidist.elastic.State`, got "
-            f"{state!r:.80}"
-        )
-    if not callable(make_strategy):
-        raise TypeError(
-            "elastic.run: expected `make_strategy` to be a function of a communicator, "
-            f"got {make_strategy!r:.80}"
-        )
-    numbers = (("min_replicas", min_replicas, 1), ("spares", spares, 0))
-    for name, value, least in numbers:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(
-                f"elastic.run: expected `{name}` to be an int >= {least}, got {value!r}"
-            )
+    call, expected = "elastic.run", "`train` to be a function of a strategy and a state"
+    expect(callable(train), call, expected, train)
+    expected = "`state` to be a `mpidist.elastic.State`"
+    expect(isinstance(state, State), call, expected, state)
+    expected = "`make_strategy` to be a function of a communicator"
+    expect(callable(make_strategy), call, expected, make_strategy)
+    as_int(call, "min_replicas", min_replicas, least=1)
+    as_int(call, "spares", spares, least=0)
 
 
 def _run_once(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from mpidist._base.errors import ReplicaLostError, on_rank
+from mpidist._base.expect import as_int, expect
 from mpidist._checkpoints import Checkpoint, CheckpointManager, contents
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.guest_items import Held
@@ -107,11 +108,14 @@ class StateStorage:
                 )
 
     def _check_made(self, made: object) -> dict[str, Any]:
-        if not isinstance(made, Mapping) or not all(type(key) is str for key in made):
-            raise TypeError(
-                "State: expected `build` to return a dict of objects by name, such as "
-                f"{{'weights': weights}}, got {made!r:.80}"
-            )
+        expect(
+            isinstance(made, Mapping) and all(type(key) is str for key in made),
+            "State",
+            "`build` to return a dict of objects by name",
+            made,
+            "such as {'weights': weights}",
+        )
+        assert isinstance(made, Mapping)
         for name, value in made.items():
             _check_name(name)
             if name in self.values or name in self.given:
@@ -324,16 +328,14 @@ class State:
         **objects: Any,
     ) -> None:
         """Keep the values; ``build`` is called by `mpidist.elastic.run`."""
-        given: object = build
-        if given is not None and not callable(given):
-            raise TypeError(
-                "State: expected `build` to be a function of a strategy that returns "
-                f"a dict of objects, got {given!r:.80}; pass values by keyword"
-            )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"State: expected `every` to be an int >= 1, got {every!r}"
-            )
+        expect(
+            build is None or callable(build),
+            "State",
+            "`build` to be a function of a strategy that returns a dict of objects",
+            build,
+            "pass values by keyword",
+        )
+        as_int("State", "every", every, least=1)
         object.__setattr__(
             self, "_storage", StateStorage(build, directory, every, objects)
         )

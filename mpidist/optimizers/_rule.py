@@ -7,6 +7,7 @@ import math
 import re
 from typing import ClassVar
 
+from mpidist._base.expect import expect
 from mpidist._base.types import Array
 from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import number
@@ -53,8 +54,7 @@ class Rule:
         clipping: tuple[float | None, float | None, float | None],
         settings: dict[str, float],
     ) -> None:
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"{kind}: expected `name` to be a str, got {name!r}")
+        expect(name is None or isinstance(name, str), kind, "`name` to be a str", name)
         self._name = name or kind.lower()
         self._settings: dict[str, float] = {}
         for key, x in settings.items():

@@ -29,6 +29,7 @@ from mpidist._agreement.deadline import Deadline
 from mpidist._base import interactive, threads
 from mpidist._base.environment import Environment
 from mpidist._base.errors import CollectiveError, RemoteTraceback, on_rank
+from mpidist._base.expect import as_int, expect
 from mpidist._base.options import CommunicationImplementation
 from mpidist._runtime import process_exit
 from mpidist.testing._communicator import ThreadCommunicator
@@ -253,21 +254,9 @@ def run(
         KeyboardInterrupt: after Ctrl-C, when all replicas have ended.
         TypeError, ValueError: for invalid arguments.
     """
-    if isinstance(num_replicas, bool) or not isinstance(num_replicas, int):
-        raise TypeError(
-            "mpidist.testing.run: expected `num_replicas` to be an int, got "
-            f"{num_replicas!r} of type {type(num_replicas).__name__}; write "
-            "`run(3, fn)`"
-        )
-    if num_replicas < 1:
-        raise ValueError(
-            f"mpidist.testing.run: expected num_replicas >= 1, got {num_replicas}"
-        )
-    if not callable(fn):
-        raise TypeError(
-            f"mpidist.testing.run: expected `fn` to be callable, got {fn!r:.80}; write "
-            "`run(3, fn)`"
-        )
+    call, hint = "mpidist.testing.run", "write `run(3, fn)`"
+    num_replicas = as_int(call, "num_replicas", num_replicas, least=1, hint=hint)
+    expect(callable(fn), call, "`fn` to be callable", fn, hint)
     interactive.hide_own_frames()
     world = World(num_replicas)
     channel = Channel(world, tuple(range(num_replicas)), of_program=True)

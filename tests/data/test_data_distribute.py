@@ -551,7 +551,7 @@ def test_options(strategy):
         batches_of_rank(placed)
     with pytest.raises(ValueError, match="contradicts `experimental_fetch_to_device`"):
         batches_of_rank(mpidist.InputOptions(None, mode, True))
-    with pytest.raises(TypeError, match=r"`mpidist.InputOptions`, got dict"):
+    with pytest.raises(TypeError, match=r"`mpidist.InputOptions`, got {} of"):
         strategy.experimental_distribute_dataset(as_list(4, 2), {})
 
 

@@ -298,7 +298,7 @@ def test_what_a_state_does_not_take():
         elastic.State(thing=object())
     with pytest.raises(ValueError, match="'commit' cannot be the name"):
         elastic.State(commit=1)
-    with pytest.raises(ValueError, match="`every` to be an int >= 1, got 0"):
+    with pytest.raises(ValueError, match="`every` to be 1 or more, got 0"):
         elastic.State(every=0)
     with pytest.raises(TypeError, match="`build` to be a function"):
         elastic.State({"step": 0})  # type: ignore[arg-type]

@@ -632,7 +632,7 @@ def test_outside_of_a_run():
     [
         ((2.0, print), TypeError, "`num_replicas` to be an int, got 2.0"),
         ((True, print), TypeError, "`num_replicas` to be an int, got True"),
-        ((0, print), ValueError, "num_replicas >= 1, got 0"),
+        ((0, print), ValueError, "`num_replicas` to be 1 or more, got 0"),
         ((2, 3), TypeError, "`fn` to be callable, got 3"),
     ],
 )

@@ -1,0 +1,52 @@
+"""Checks of arguments: a message says the call, what it expects, and what it got."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def expect(
+    fits: object,
+    call: str,
+    what: str,
+    got: object,
+    hint: str = "",
+    *,
+    error: type[Exception] = TypeError,
+) -> None:
+    """Raise an error unless an argument is what a call expects.
+
+    Args:
+        fits: whether it is.
+        call: the name of the call.
+        what: what it expects, such as "`fn` to be a function".
+        got: the argument.
+        hint: what to write instead, after "; ".
+        error: the type of the error.
+    """
+    if not fits:
+        raise error(
+            f"{call}: expected {what}, got {got!r:.80} of type {type(got).__name__}"
+            f"{hint and '; '}{hint}"
+        )
+
+
+def as_int(call: str, name: str, value: Any, *, least: int, hint: str = "") -> int:
+    """Return an argument as an int, given one, or an array or variable of one.
+
+    Raises:
+        TypeError: if it is something else, a bool too.
+        ValueError: if it is less than ``least``.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    expect(number is not None, call, f"`{name}` to be an int", value, hint)
+    assert number is not None
+    if number < least:
+        raise ValueError(
+            f"{call}: expected `{name}` to be {least} or more, got {number}"
+        )
+    return number
