@@ -168,26 +168,24 @@ def _entry(content: Json, kind: type[_T], *keys: str) -> _T:
     value = content
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
-    if type(value) is not kind:
-        raise _malformed(f"to be of type {kind.__name__}", value, *keys)
-    return value
+    _require(type(value) is kind, f"to be of type {kind.__name__}", value, *keys)
+    return value  # type: ignore[no-any-return]  # it is of that type
 
 
-def _malformed(expected: str, found: object, *keys: str) -> ValueError:
-    where = "".join(f"[{key!r}]" for key in keys)
-    return ValueError(f"expected the entry {where} {expected}, got {found!r:.80}")
+def _require(fits: bool, expected: str, found: object, *keys: str) -> None:
+    if not fits:
+        where = "".join(f"[{key!r}]" for key in keys)
+        raise ValueError(f"expected the entry {where} {expected}, got {found!r:.80}")
 
 
 def _manifest_of(content: Json) -> Manifest:
     replicas = _entry(content, int, "replicas")
-    if replicas < 1:
-        raise _malformed("to be at least 1", replicas, "replicas")
+    _require(replicas > 0, "to be at least 1", replicas, "replicas")
     saved_at = _entry(content, int, "saved_at_ns")
-    if not 0 <= saved_at < 2**63:
-        raise _malformed("to be a time in ns", saved_at, "saved_at_ns")
+    _require(0 <= saved_at < 2**63, "to be a time in ns", saved_at, "saved_at_ns")
     file = _entry(content, str, "file")
-    if not ARRAY_FILE.fullmatch(file):  # and not ../elsewhere
-        raise _malformed("to be the name of an array file", file, "file")
+    is_name = bool(ARRAY_FILE.fullmatch(file))  # and not ../elsewhere
+    _require(is_name, "to be the name of an array file", file, "file")
     arrays: dict[str, Part] = {}
     for name in _entry(content, dict, "arrays"):
         arrays[name] = _array_part(content, name, end_of(arrays))
@@ -202,28 +200,27 @@ def _manifest_of(content: Json) -> Manifest:
 def _place(content: Json, expected: int, *keys: str) -> tuple[int, int, str]:
     start = _entry(content, int, *keys, "start")
     end = _entry(content, int, *keys, "end")
-    if start != expected or end < start:
-        raise _malformed(f"to start at {expected}", (start, end), *keys)
+    follows = start == expected and end >= start
+    _require(follows, f"to start at {expected}", (start, end), *keys)
     return start, end, _entry(content, str, *keys, "crc32")
 
 
 def _array_part(content: Json, name: str, expected_start: int) -> Part:
-    start, end, crc32 = _place(content, expected_start, "arrays", name)
-    dtype = _entry(content, str, "arrays", name, "dtype")
-    if not _DTYPE.fullmatch(dtype):
-        raise _malformed("to be a dtype", dtype, "arrays", name, "dtype")
-    shape = _entry(content, list, "arrays", name, "shape")
-    if (
-        len(shape) > _MOST_DIMENSIONS
-        or any(type(length) is not int or length < 0 for length in shape)
-        or math.prod(length or 1 for length in shape) >= 2**48
-    ):
-        raise _malformed("to be a shape", shape, "arrays", name, "shape")
-    nbytes = _entry(content, int, "arrays", name, "nbytes")
+    at = "arrays", name
+    start, end, crc32 = _place(content, expected_start, *at)
+    dtype = _entry(content, str, *at, "dtype")
+    _require(bool(_DTYPE.fullmatch(dtype)), "to be a dtype", dtype, *at, "dtype")
+    shape = _entry(content, list, *at, "shape")
+    is_shape = len(shape) <= _MOST_DIMENSIONS and (
+        all(type(length) is int and length >= 0 for length in shape)
+        and math.prod(length or 1 for length in shape) < 2**48
+    )
+    _require(is_shape, "to be a shape", shape, *at, "shape")
+    nbytes = _entry(content, int, *at, "nbytes")
     # At least one byte for each element, so no array is larger than the file.
-    if not math.prod(shape) <= nbytes <= end - start:
-        expected = f"to be the size of {dtype} {tuple(shape)}, inside its part"
-        raise _malformed(expected, nbytes, "arrays", name, "nbytes")
+    fits = math.prod(shape) <= nbytes <= end - start
+    expected = f"to be the size of {dtype} {tuple(shape)}, inside its part"
+    _require(fits, expected, nbytes, *at, "nbytes")
     return Part(start, end, crc32, dtype, tuple(shape), nbytes)
 
 
@@ -231,15 +228,14 @@ def _state_values(
     content: Json, name: str, replicas: int, arrays: dict[str, Part]
 ) -> list[Json]:
     values = _entry(content, list, "states", name)
-    if len(values) not in (1, replicas):
-        expected = f"to have one value, or {replicas}"
-        raise _malformed(expected, values, "states", name)
+    fits = len(values) in (1, replicas)
+    _require(fits, f"to have one value, or {replicas}", values, "states", name)
     for value in values:
         try:
             state_json.unpack(value, lambda library, name, device: arrays[name].dtype)
         except Exception as error:
             expected = f"to be the JSON of a state ({type(error).__name__}: {error})"
-            raise _malformed(expected, value, "states", name) from error
+            _require(False, expected, value, "states", name)
     return values
 
 

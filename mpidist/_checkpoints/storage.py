@@ -26,7 +26,7 @@ GB/s. It does not protect against deliberate changes.
 Rejected: reading by `zipfile` and `numpy.load` (they check the members' CRC-32, but do
 not notice a flipped bit in 152 of the 530 bytes of a file with two small arrays: fields
 of the zip's headers; safetensors has no checksums; and each chunk is copied once more);
-the writer of the ``safetensors`` package (it takes a copy of all arrays as bytes). The
+the writer of the ``safetensors`` package (it wants all arrays on the host). The
 formats: NumPy's NEP 1, and https://github.com/huggingface/safetensors#format.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import types
 from typing import Any, Final, Self
 
 from mpidist._base.expect import expect
@@ -186,24 +187,13 @@ class DistributeOptions:
     num_devices: int | None = None
 
 
-class IgnoredOptions:
+class IgnoredOptions(types.SimpleNamespace):
     """Options that steer TensorFlow's runtime: any name is accepted, without effect."""
-
-    def __init__(self, **options: Any) -> None:
-        vars(self).update(options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols, of `copy` for example
             raise AttributeError(name)
         return None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        vars(self)[name] = value
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def _merge(self, options: Self) -> Self:
         merged = copy.deepcopy(self)
