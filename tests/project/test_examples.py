@@ -100,12 +100,11 @@ def test_monte_carlo_pi(tmp_path):
     assert pi == pytest.approx(3.14159, abs=3 * error)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_kmeans_does_not_depend_on_the_number_of_ranks(tmp_path, ranks):
+def test_kmeans(tmp_path):
     pytest.importorskip("sklearn")
-    output = run_example("kmeans.py", cwd=tmp_path, ranks=ranks).stdout
+    output = run_example("kmeans.py", cwd=tmp_path, ranks=3).stdout
     the_match(
-        rf"10 starts on {ranks} replicas: clusters of \[38, 50, 62\] flowers, "
+        r"10 starts on 3 replicas: clusters of \[38, 50, 62\] flowers, "
         r"inertia 78\.8514 \(expected: 78\.8514\)",
         output,
     )
@@ -143,18 +142,16 @@ def test_train_digits(tmp_path):
 def test_train_with_torch_and_jax(tmp_path, library):
     pytest.importorskip("sklearn")
     pytest.importorskip(library)
-    losses = []
-    for ranks in (1, 2):
-        options = ["--losses", f"{ranks}.json", "--epochs", "3"]
-        result = run_example(f"train_{library}.py", *options, cwd=tmp_path, ranks=ranks)
-        the_match(rf"replicas +{ranks}, with", result.stdout)
-        accuracy = the_match(r"test accuracy +(\S+)%", result.stdout)[1]
-        assert float(accuracy) >= 90
-        picture = tmp_path / f"train_{library}.png"
-        assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-        losses.append(json.loads((tmp_path / f"{ranks}.json").read_text()))
-    assert len(losses[0]) == 3 * 14
-    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    options = ["--losses", "losses.json", "--epochs", "3"]
+    result = run_example(f"train_{library}.py", *options, cwd=tmp_path)
+    the_match(r"replicas +2, with", result.stdout)
+    accuracy = the_match(r"test accuracy +(\S+)%", result.stdout)[1]
+    assert float(accuracy) >= 90
+    picture = tmp_path / f"train_{library}.png"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert len(losses) == 3 * 14
+    assert sum(losses[-14:]) < 0.5 * sum(losses[:14])
 
 
 def test_train_digits_names_a_bad_argument(tmp_path):
@@ -176,14 +173,16 @@ def test_train_elastic(tmp_path, name, steps, best):
         pytest.importorskip("torch")
     pattern = rf"{steps} steps, (\d) replicas at the end: (?:test )?accuracy (\S+)%, "
     pattern += "sum of weights (.*)"
-    two_epochs = ("--epochs", "2")
-    whole = run_example(name, *two_epochs, cwd=tmp_path)
-    replicas, accuracy, weights = the_match(pattern, whole.stdout).groups()
-    assert (replicas, float(accuracy) > best) == ("2", True)
-    if not outlives_ranks():
-        return
-    fault = ("--kill", "1", "--at-step", "30")
-    job = run_example(name, *two_epochs, *fault, cwd=tmp_path, options=ULFM)
-    assert "lost replica 1; 1 replica goes on" in job.stderr
-    replicas, _, others = the_match(pattern, job.stdout).groups()
-    assert (replicas, others) == ("1", weights)
+    weights = []
+    # The result without a fault: of one of them, since torch takes long to start.
+    for fault in (False, True) if name == "train_elastic.py" else (True,):
+        fault = fault and outlives_ranks()
+        arguments = ["--epochs", "2", *(["--kill", "1", "--at-step", "30"] * fault)]
+        options = ULFM if fault else ()
+        job = run_example(name, *arguments, cwd=tmp_path, options=options)
+        if fault:
+            assert "lost replica 1; 1 replica goes on" in job.stderr
+        replicas, accuracy, total = the_match(pattern, job.stdout).groups()
+        assert (replicas, float(accuracy) > best) == ("12"[not fault], True)
+        weights.append(total)
+    assert len(set(weights)) == 1
