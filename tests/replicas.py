@@ -216,6 +216,11 @@ def fuzz_seeds(default: int) -> range:
     return range(int(text or default))
 
 
+def a_third(cases: Sequence[Any]) -> Sequence[Any]:
+    """Return every third case; all of them in `launch/test --long`."""
+    return cases if "MPIDIST_FUZZ" in os.environ else cases[::3]
+
+
 def no_room(*sizes: object) -> NoReturn:
     raise OSError("no room here")
 

@@ -6,21 +6,6 @@ import mpidist
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
-def test_nest_of_the_replica_context_page(strategy, size):
-    def step():
-        ctx = mpidist.get_replica_context()
-        value = {"a": 1, "b": [40, 1]}
-        return ctx.all_reduce("SUM", value), ctx.all_reduce(
-            mpidist.ReduceOp.MEAN, value
-        )
-
-    total, mean = strategy.experimental_local_results(strategy.run(step))[0]
-    assert total == {"a": size, "b": [40 * size, size]}
-    assert mean == {"a": 1.0, "b": [40.0, 1.0]}
-    assert isinstance(mean["a"], float)
-    assert isinstance(total["a"], int)
-
-
 def test_inputs_are_not_changed_and_results_are_new(strategy, rank, size):
     x = np.arange(6, dtype=np.float32).reshape(2, 3) + rank
     before = x.copy()

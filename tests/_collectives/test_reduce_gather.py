@@ -58,12 +58,6 @@ def test_reduce_without_axis(strategy, size, dtype):
         assert_same_on_all(result)
 
 
-@pytest.mark.parametrize("op", [mpidist.ReduceOp.SUM, "sum", "Sum"])
-def test_names_of_operations(strategy, size, op):
-    value = strategy.run(lambda: np.ones(2))
-    np.testing.assert_array_equal(strategy.reduce(op, value, axis=None), [size, size])
-
-
 def test_aggregations_are_taken_for_operations(strategy, size):
     value = strategy.run(lambda: 2.0)
     sum_, mean = mpidist.VariableAggregation.SUM, mpidist.VariableAggregation.MEAN
@@ -86,16 +80,6 @@ def test_numbers_stay_numbers(strategy, rank, size):
     assert mean["i"] == (size - 1) / 2
 
 
-def test_integers_have_a_mean_in_float64(strategy, size):
-    value = from_replicas(strategy, lambda i: np.array([i, 2**40 + i], np.int64))
-    mean = strategy.reduce("MEAN", value, axis=None)
-    assert mean.dtype == np.float64
-    np.testing.assert_array_equal(mean, np.array([0, 2**40]) + (size - 1) / 2)
-    small = from_replicas(strategy, lambda i: np.array([100 + i], np.int8))
-    assert strategy.reduce("MEAN", small, axis=None) == [100 + (size - 1) / 2]
-    assert strategy.reduce("MEAN", small, axis=0) == 100 + (size - 1) / 2
-
-
 def test_small_floats_are_summed_in_float32(strategy, size):
     """2048 + 1 + 1 + ... is 2048 in float16, and rounded once it is not."""
     value = from_replicas(strategy, lambda i: np.float16([2048 if i == 0 else 1]))
@@ -105,31 +89,6 @@ def test_small_floats_are_summed_in_float32(strategy, size):
     rows = strategy.run(lambda: np.full(5000, 1.0, np.float16))
     assert strategy.reduce("MEAN", rows, axis=0) == 1.0
     assert strategy.reduce("SUM", rows, axis=0) == np.float16(5000 * size)
-
-
-def test_nests(strategy, rank, size):
-    """b.6: a list or dict of PerReplica, documented as unsupported, works."""
-
-    def step():
-        return {
-            "b": [np.full(2, rank), (1.0,)],
-            "a": Pair(first=np.int32(rank), second={}),
-        }
-
-    result = strategy.reduce("SUM", strategy.run(step), axis=None)
-    ids = size * (size - 1) // 2
-    assert type(result["a"]) is Pair
-    assert result["a"].first == ids
-    assert result["a"].second == {}
-    np.testing.assert_array_equal(result["b"][0], [ids, ids])
-    assert result["b"][1] == (float(size),)
-    by_axis = strategy.reduce(
-        "MEAN", [strategy.run(lambda: np.full(rank + 1, rank))], axis=0
-    )
-    rows = np.repeat(np.arange(size), np.arange(size) + 1)
-    np.testing.assert_allclose(by_axis, [rows.mean()])
-    assert strategy.reduce("SUM", [], axis=None) == []
-    assert strategy.reduce("SUM", {}, axis=0) == {}
 
 
 def test_inputs_are_not_changed(strategy):
@@ -181,25 +140,6 @@ def test_complex(strategy, rank, size):
 # --- reduce along axes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", REDUCERS)
-@pytest.mark.parametrize("dtype", ["int64", "float32"])
-def test_reduce_along_axes(strategy, size, op, dtype):
-    """Each replica's array over the axes, then over the replicas."""
-    value = from_replicas(strategy, lambda i: sample(i, (2, 3, 2), dtype))
-    # A new axis of replicas in front.
-    stack = np.stack([sample(i, (2, 3, 2), "float64") for i in range(size)])
-    for axis in (0, 1, 2, -1, -3, (0,), (0, 1), (2, 0), (0, -1), (0, 1, 2)):
-        result = np.asarray(strategy.reduce(op, value, axis=axis))
-        axes = axis if isinstance(axis, tuple) else (axis,)
-        over = (0, *(a + 1 if a >= 0 else a for a in axes))
-        expected = np.asarray(REDUCERS[op](stack, axis=over))
-        integer_mean = op == "MEAN" and np.dtype(dtype).kind in "iu"
-        assert result.dtype == ("float64" if integer_mean else dtype)
-        assert result.shape == expected.shape
-        np.testing.assert_allclose(result, expected.astype(result.dtype), rtol=1e-6)
-        assert_same_on_all(result)
-
-
 def test_no_axes(strategy, size):
     """An empty tuple is no axis at all: element by element."""
     value = from_replicas(strategy, lambda i: np.arange(3.0) + i)
@@ -238,23 +178,6 @@ def test_the_extreme_of_replicas_without_rows(strategy, size, op, dtype):
     assert np.asarray(result).dtype == dtype
 
 
-def test_the_mean_counts_rows_on_all_replicas(strategy, size):
-    """b.6: uneven last batches are weighted right; of integers as well."""
-    for dtype in (np.float64, np.int32, np.float32):
-        value = from_replicas(strategy, lambda i, t=dtype: np.arange(i + 1).astype(t))
-        everything = np.concatenate([np.arange(i + 1) for i in range(size)])
-        result = strategy.reduce("MEAN", value, axis=0)
-        np.testing.assert_allclose(result, everything.mean(), rtol=1e-6)
-        assert np.asarray(result).dtype == (np.float64 if dtype is np.int32 else dtype)
-
-
-def test_the_mean_over_a_tuple_counts_the_product_of_the_sizes(strategy, size):
-    value = from_replicas(strategy, lambda i: np.full((i + 1, 3, 2), float(i)))
-    result = strategy.reduce("MEAN", value, axis=(0, 2))
-    rows = np.repeat(np.arange(size), np.arange(size) + 1)
-    np.testing.assert_allclose(result, [rows.mean()] * 3)
-
-
 def test_nothing_anywhere(strategy):
     """No rows on any replica: NaN without a warning, 0, 1, or an error."""
     value = strategy.run(lambda: np.zeros((0, 2)))
@@ -277,16 +200,6 @@ def test_a_large_count_with_small_floats(strategy, size):
     np.testing.assert_array_equal(mean, [1.0] * 3)
 
 
-@pytest.mark.parametrize("axis", [2, -3, (0, 2), 10])
-def test_axes_out_of_range(strategy, axis):
-    value = strategy.run(lambda: np.ones((2, 3)))
-    for message in raises_everywhere(
-        ValueError, lambda: strategy.reduce("SUM", value, axis=axis)
-    ):
-        assert "expected -2 <= axis < 2" in message
-    assert_usable(strategy)
-
-
 @pytest.mark.parametrize("axis", ["0", 1.0, [0], True, (0, "1"), {0}])
 def test_axes_that_are_none(strategy, axis):
     value = strategy.run(lambda: np.ones((2, 3)))
@@ -305,12 +218,6 @@ def test_an_axis_that_is_given_twice(strategy, op):
             ValueError, lambda axis=axis: strategy.reduce(op, value, axis)
         )
     assert_usable(strategy)
-
-
-@pytest.mark.one_size
-def test_numbers_have_no_axis(strategy):
-    value = strategy.run(lambda: 1.0)
-    raises_everywhere(ValueError, lambda: strategy.reduce("SUM", value, axis=0))
 
 
 @pytest.mark.one_size
@@ -418,18 +325,6 @@ def uneven(i, axis, dtype=np.float64):
     shape = [2, 3, 2]
     shape[axis] = (i * 2) % 3  # 0, 2, 1, 0
     return (np.arange(np.prod(shape)) % 7).reshape(shape).astype(dtype) * (i + 1)
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
-def test_gather(strategy, size, axis):
-    """Sizes that differ along the axis, none on the first replica."""
-    value = from_replicas(strategy, lambda i: uneven(i, axis))
-    result = strategy.gather(value, axis=axis)
-    expected = np.concatenate([uneven(i, axis) for i in range(size)], axis=axis)
-    assert result.shape == expected.shape
-    assert result.flags.c_contiguous
-    np.testing.assert_array_equal(result, expected)
-    assert_same_on_all(result)
 
 
 @pytest.mark.parametrize(
@@ -570,34 +465,6 @@ def test_an_axis_out_of_range_on_one_rank(strategy, rank, size):
 # --- all_gather -----------------------------------------------------------------------
 
 
-def test_all_gather_of_a_nest(strategy, rank, size):
-    """Leaves of other dtypes and sizes, also without rows."""
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-
-    def leaves(i):
-        return {
-            "flags": np.arange(i) % 2 == 0,
-            "rows": [np.full((i + 1, 2), i, np.int16)],
-            "b": Pair(np.full((1, i), 1.5, ml_dtypes.bfloat16).T, np.zeros((0, 4))),
-        }
-
-    def step():
-        return mpidist.get_replica_context().all_gather(leaves(rank), axis=0)
-
-    result = own(strategy, strategy.run(step))
-    parts = [leaves(i) for i in range(size)]
-    for got, expected in (
-        (result["flags"], [p["flags"] for p in parts]),
-        (result["rows"][0], [p["rows"][0] for p in parts]),
-        (result["b"].first, [p["b"].first for p in parts]),
-        (result["b"].second, [p["b"].second for p in parts]),
-    ):
-        together = np.concatenate(expected)
-        assert got.dtype == together.dtype
-        np.testing.assert_array_equal(got, together)
-    assert type(result["b"]) is Pair
-
-
 def test_all_gather_of_nothing(strategy):
     def step():
         context = mpidist.get_replica_context()
@@ -644,7 +511,7 @@ def gather_both(strategies, make, axis=0):
     return [own(strategy, strategy.run(step)) for strategy in strategies], expected
 
 
-@pytest.mark.parametrize("leaves", [1, 2, 9, 128, 129, 5000])
+@pytest.mark.parametrize("leaves", [1, 9, 128, 129, 1500])
 def test_all_gather_of_many_leaves(strategy, new_strategy, leaves):
     """Their lengths have different places, and more than a small area has room for."""
     direct = mpidist.experimental.CommunicationImplementation.DIRECT

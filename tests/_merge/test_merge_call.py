@@ -99,40 +99,6 @@ def test_what_can_be_read_once_is_no_argument(strategy, rank):
 # --- merge_fn runs once ---------------------------------------------------------------
 
 
-def test_merge_fn_runs_once_on_rank_0(strategy, rank):
-    log = []
-    counter = {"calls": 0}
-
-    def merge_fn(distribution, x):
-        assert distribution is strategy
-        counter["calls"] += 1
-        log.append(this_replica())
-        return counter["calls"]
-
-    for expected in (1, 2, 3):
-        assert merge(strategy, merge_fn, 1.0) == expected
-    assert log == ([0, 0, 0] if rank == 0 else [])
-    assert counter["calls"] == (3 if rank == 0 else 0)
-
-
-def test_the_merge_fn_of_rank_0_counts(strategy, rank):
-    assert merge(strategy, lambda s: f"from {rank}") == "from 0"
-
-
-def test_several_merge_calls_in_one_function(strategy, rank, size):
-    def step():
-        total = context().merge_call(
-            lambda s, x: sum(s.experimental_local_results(x)), args=(rank,)
-        )
-        again = context().merge_call(lambda s, x, y: x, args=(total + rank, None))
-        return again, context().all_reduce("SUM", total)
-
-    again, total = own(strategy, strategy.run(step))
-    ids = size * (size - 1) // 2
-    assert again == ids + rank
-    assert total == ids * size
-
-
 def test_args_must_be_a_tuple(strategy):
     for bad in (3, "ab", {"a": 1}, np.ones(2)):
         rows = outcomes(
@@ -150,20 +116,6 @@ def test_args_must_be_a_tuple(strategy):
 
 
 # --- what merge_fn sees ---------------------------------------------------------------
-
-
-def test_local_results_gives_all_in_replica_order(strategy, rank, size):
-    def merge_fn(distribution, x):
-        assert isinstance(x, mpidist.PerReplica)
-        results = distribution.experimental_local_results(x)
-        assert type(results) is tuple
-        assert len(results) == size
-        assert x.values is not None
-        return [float(r[0]) for r in x.values]
-
-    assert merge(strategy, merge_fn, np.array([10.0 * rank])) == [
-        10.0 * r for r in range(size)
-    ]
 
 
 def component(i):
@@ -325,20 +277,6 @@ def test_different_objects_arrive_as_per_replica(strategy, rank, size):
     assert setting == Setting("adam", rank)
 
 
-def test_variables_arrive_as_themselves(strategy):
-    v, w = make(strategy, 1.0), make(strategy, [2.0])
-
-    def merge_fn(distribution, a, nest):
-        assert a is v
-        assert nest["w"][0] is w
-        assert nest["v"] is v
-        return a, [nest]
-
-    a, (nest,) = merge(strategy, merge_fn, v, {"w": (w,), "v": v})
-    assert a is v
-    assert nest["w"][0] is w
-
-
 def test_a_program_level_per_replica_as_argument(strategy, rank, size):
     """Inside run it is this replica's component, captured or not."""
     value = strategy.run(lambda: rank + 1)
@@ -452,51 +390,6 @@ def test_local_results_gathers_once(strategy, rank, size):
     assert merge(strategy, merge_fn, x, x) == 1
 
 
-def test_all_verbs_in_merge_fn(strategy, rank, size):
-    v = make(strategy, [1.0, 2.0])
-    ids = size * (size - 1) / 2
-
-    def merge_fn(distribution, x, rows):
-        extended = distribution.extended
-        results = {
-            "reduce": distribution.reduce("SUM", x, axis=None),
-            "reduce axis": distribution.reduce("MEAN", rows, axis=0),
-            "gather": distribution.gather(rows, axis=0),
-            "reduce_to": extended.reduce_to("MAX", x, v),
-            "batch": extended.batch_reduce_to("SUM", [(x, v), (rows, rows)][:1]),
-            "broadcast_to": extended.broadcast_to(np.arange(3), v),
-            "broadcast number": extended.broadcast_to(7, v),
-            "update": extended.update(v, lambda v: v + 1),
-            "run": distribution.run(lambda x: x * 2, args=(x,)),
-            "nest": distribution.reduce("SUM", {"a": [x]}, axis=None),
-            "mean of one": distribution.reduce("MEAN", 5.0, axis=None),
-        }
-        for name in ("reduce", "gather", "reduce axis"):
-            assert not isinstance(results[name], mpidist.DistributedValues)
-        assert results["broadcast number"] == 7
-        return results
-
-    x = np.array([1.0, rank])
-    rows = np.full((rank, 1), float(rank))
-    results = merge(strategy, merge_fn, x, rows)
-    every_row = np.repeat(np.arange(size), np.arange(size))[:, None]
-    for name, expected in {
-        "reduce": [size, ids],
-        "gather": every_row,
-        "reduce_to": [1.0, size - 1],
-        "broadcast_to": np.arange(3),
-        "update": [2.0, 3.0],
-        "run": [2.0, 2.0 * rank],
-        "mean of one": 5.0,
-    }.items():
-        np.testing.assert_array_equal(results[name], expected)
-    np.testing.assert_array_equal(results["batch"][0], [size, ids])
-    np.testing.assert_array_equal(results["nest"]["a"][0], [size, ids])
-    if size > 1:
-        np.testing.assert_allclose(results["reduce axis"], every_row.mean(axis=0))
-    assert_mirrored(strategy, v, [1.0, 2.0])
-
-
 @pytest.mark.parametrize("verb", ["update", "assign", "reduce", "reduce_to", "return"])
 def test_a_mirrored_made_by_hand_in_merge_fn(new_strategy, size, verb):
     """It acts like one that a verb gave."""
@@ -539,29 +432,6 @@ def test_broadcast_to_gives_every_replica_a_copy_of_its_own(strategy, rank):
 
 
 # --- results --------------------------------------------------------------------------
-
-
-def test_distributed_results_are_unpacked(strategy, rank, size):
-    """b.3: PerReplica and Mirrored, nested too; inside fn one never sees them."""
-    v = make(strategy, 1.0)
-
-    def merge_fn(distribution, x):
-        mirrored = distribution.extended.reduce_to("SUM", x, x)
-        return {"p": [x], "m": Point(mirrored, {"n": x}), "v": v, "s": "s", "o": None}
-
-    def step():
-        result = context().merge_call(merge_fn, args=(np.full(2, rank + 1),))
-        assert type(result["p"][0]) is np.ndarray
-        assert type(result["m"]) is Point
-        assert type(result["m"].x) is np.ndarray
-        assert result["v"] is v
-        assert (result["s"], result["o"]) == ("s", None)
-        return result["p"][0], result["m"].x, result["m"].y["n"]
-
-    p, m, n = own(strategy, strategy.run(step))
-    np.testing.assert_array_equal(p, [rank + 1] * 2)
-    np.testing.assert_array_equal(n, [rank + 1] * 2)
-    np.testing.assert_array_equal(m, [size * (size + 1) // 2] * 2)
 
 
 def test_an_argument_comes_back_as_the_very_array(strategy):
@@ -699,13 +569,6 @@ def test_small_results_are_the_same_on_all(strategy, result):
     assert type(got) is type(result)
 
 
-def test_no_result(strategy):
-    def merge_fn(distribution):
-        pass
-
-    assert merge(strategy, merge_fn) is None
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_result_that_can_not_be_sent(strategy):
     """A lock has no copy: an error on every rank, and not only on the others."""
@@ -723,53 +586,6 @@ def test_a_result_that_can_not_be_sent(strategy):
 # --- nested run -----------------------------------------------------------------------
 
 
-def test_a_nested_run(strategy, rank, size):
-    offset = 1000
-
-    def merge_fn(distribution, x):
-        def replica_fn(x, y):
-            replica_id = mpidist.get_replica_context().replica_id_in_sync_group
-            return x + y + replica_id + offset
-
-        result = distribution.run(replica_fn, args=(x,), kwargs={"y": 100})
-        assert isinstance(result, mpidist.PerReplica)
-        return result, [*distribution.experimental_local_results(result)]
-
-    mine, everything = merge(strategy, merge_fn, 10 * rank)
-    assert everything == [1100 + 11 * i for i in range(size)]
-    assert mine == everything[rank]
-
-
-def test_a_nested_run_that_merges_and_reduces(strategy, rank, size):
-    log = []
-
-    def merge_fn(distribution, x):
-        def inner_merge_fn(distribution, y, *, z):
-            log.append("inner")
-            values = distribution.experimental_local_results(y)
-            assert len(values) == size
-            return max(values) + sum(z.values) / size
-
-        def replica_fn(x):
-            replica_context = mpidist.get_replica_context()
-            total = replica_context.all_reduce("SUM", x)
-            largest = replica_context.merge_call(
-                inner_merge_fn, args=(x,), kwargs={"z": 0.5}
-            )
-            return total, largest
-
-        log.append("outer")
-        total, largest = distribution.run(replica_fn, args=(x,))
-        log.append("outer again")
-        return distribution.reduce("MEAN", total, axis=None), largest
-
-    total, largest = merge(strategy, merge_fn, float(rank))
-    assert total == size * (size - 1) / 2
-    assert largest == size - 0.5
-    # merge_fn and what it calls ran on rank 0 alone, and with its own variables.
-    assert log == (["outer", "inner", "outer again"] if rank == 0 else [])
-
-
 def test_three_levels(strategy, rank, size):
     def merge_fn(distribution, level):
         if level.values[0] == 0:
@@ -781,23 +597,6 @@ def test_three_levels(strategy, rank, size):
         return "down " + distribution.run(replica_fn, args=(level,))
 
     assert merge(strategy, merge_fn, 3) == "down down down bottom"
-    assert_usable(strategy)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_nested_run_in_which_one_replica_raises(strategy, rank, size):
-    def merge_fn(distribution):
-        def replica_fn():
-            if this_replica() == size - 1:
-                raise KeyError("on purpose")
-            return mpidist.get_replica_context().all_reduce("SUM", 1.0)
-
-        distribution.run(replica_fn)
-
-    rows = outcomes(lambda: merge(strategy, merge_fn))
-    assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
-    for _, message, _ in rows:
-        assert "on purpose" in message
     assert_usable(strategy)
 
 
@@ -944,32 +743,6 @@ def test_update_changes_each_ranks_own_closed_over_objects(strategy, rank):
 
 
 # --- variables in merge_fn ------------------------------------------------------------
-
-
-def test_a_variable_made_in_merge_fn(strategy, rank, size):
-    made = []
-
-    def merge_fn(distribution):
-        w = mpidist.Variable(
-            lambda: np.arange(20.0) + rank,
-            name="w",
-            aggregation=mpidist.VariableAggregation.SUM,
-        )
-        made.append(w)
-        assert w.distribute_strategy is distribution
-        w.assign_add(np.ones(20))
-        distribution.extended.update(w, lambda w: w.assign(w * 2.0))
-        return [w]
-
-    (w,) = merge(strategy, merge_fn)
-    assert isinstance(w, mpidist.Variable)
-    assert w.name == "w"
-    assert rank or w is made[0]
-    assert_mirrored(strategy, w, 2 * np.arange(20.0) + 2)
-    strategy.run(lambda: w.assign_add(np.ones(20)))
-    w.assign_add(np.ones(20))
-    merge(strategy, lambda s, w: w.assign_add(np.ones(20)), w)
-    assert_mirrored(strategy, w, 2 * np.arange(20.0) + 4 + size)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -1188,41 +961,6 @@ def raising(error):
         raise error
 
     return merge_fn
-
-
-@pytest.mark.parametrize(
-    "error",
-    [KeyError("on purpose"), ModuleError("on purpose", 7), OSError(2, "on purpose")],
-    ids=lambda e: type(e).__name__,
-)
-def test_every_rank_raises_what_merge_fn_raises(strategy, rank, error):
-    caught = None
-    try:
-        merge(strategy, raising(error), 1.0)
-    except Exception as raised:
-        caught = raised
-    assert_usable(strategy)
-    assert type(caught) is type(error)
-    assert caught.args == error.args
-    assert (caught is error) == (rank == 0)
-    assert getattr(caught, "code", 7) == 7
-    if rank:
-        text = "\n".join([str(caught.__cause__), *caught.__notes__])
-        assert "Traceback" in text  # rank 0's, with the line of merge_fn
-        assert "in merge_fn" in text
-        assert f"[rank {rank}] merge_fn raised this on rank 0" in text
-
-
-def test_a_replica_may_catch_what_merge_fn_raises(strategy, rank, size):
-    """Every replica gets it, so every replica can go on."""
-
-    def step():
-        try:
-            context().merge_call(raising(KeyError("on purpose")), args=(1.0,))
-        except KeyError:
-            return context().all_reduce("SUM", 1.0)
-
-    assert own(strategy, strategy.run(step)) == size
 
 
 def test_an_exception_that_can_not_be_pickled(strategy, rank):

@@ -177,6 +177,7 @@ def test_a_setting_that_one_rank_can_not_read_is_told_to_all(
 
 
 @pytest.mark.mpi
+@pytest.mark.one_size
 def test_many_strategies_that_can_not_be_made_leave_no_communicators(
     strategy, rank, size, monkeypatch
 ):

@@ -28,123 +28,7 @@ def facts():
     )
 
 
-def replica_facts():
-    """Return the same in numbers, from a function that travels."""
-    strategy, has, replica_strategy, cross = facts()
-    replica_context = mpidist.get_replica_context()
-    replica_id = -1
-    if replica_context is not None:
-        replica_id = replica_context.replica_id_in_sync_group
-    return np.array(
-        [
-            group_of(strategy).number,
-            has,
-            replica_strategy is strategy,
-            cross,
-            replica_id,
-        ]
-    )
-
-
 # --- what the functions say -----------------------------------------------------------
-
-
-def test_outside_every_scope(strategy):
-    default = mpidist.get_strategy()
-    assert default is not strategy
-    assert facts() == (default, False, default, False)
-    assert default.num_replicas_in_sync == 1
-    assert context().replica_id_in_sync_group == 0
-
-
-def test_in_scope(strategy):
-    default = mpidist.get_strategy()
-    with strategy.scope() as entered:
-        assert entered is strategy
-        assert facts() == (strategy, True, None, True)
-    assert facts() == (default, False, default, False)
-
-
-def test_in_run(strategy, rank):
-    default = mpidist.get_strategy()
-    for scope in (False, True):
-        if scope:
-            with strategy.scope():
-                seen = own(strategy, strategy.run(lambda: [facts()]))
-        else:
-            seen = own(strategy, strategy.run(lambda: [facts()]))
-        assert seen == [(strategy, True, strategy, False)]
-    ids = strategy.run(lambda: context().replica_id_in_sync_group)
-    assert own(strategy, ids) == rank
-    assert facts() == (default, False, default, False)
-
-
-def test_in_merge_fn(strategy, rank):
-    seen = []
-
-    def merge_fn(distribution):
-        seen.append(facts())
-        with distribution.scope() as entered:
-            assert entered is strategy
-            seen.append(facts())
-        seen.append(facts())
-
-    def step():
-        context().merge_call(merge_fn)
-        return [facts()]
-
-    after = own(strategy, strategy.run(step))
-    assert seen == ([(strategy, True, None, True)] * 3 if rank == 0 else [])
-    assert after == [(strategy, True, strategy, False)]
-
-
-def test_in_the_function_of_update(strategy):
-    with strategy.scope():
-        v = mpidist.Variable(0.0)
-        here = strategy.extended.update(v, lambda v: replica_facts())
-    np.testing.assert_array_equal(here, [group_of(strategy).number, 1, 0, 1, -1])
-    assert not mpidist.has_strategy()
-
-
-def test_in_the_function_of_update_inside_merge_fn(strategy, size):
-    with strategy.scope():
-        v = mpidist.Variable(0.0)
-
-    def merge_fn(distribution):
-        everywhere = distribution.extended.update(
-            v, lambda v: replica_facts(), group=False
-        )
-        assert len(everywhere) == size
-        return [*everywhere]
-
-    results = own(strategy, strategy.run(lambda: context().merge_call(merge_fn)))
-    for result in results:
-        np.testing.assert_array_equal(result, [group_of(strategy).number, 1, 0, 1, -1])
-
-
-def test_in_a_run_nested_in_merge_fn(strategy, size):
-    def nested_merge_fn(distribution, x):
-        return replica_facts() + 0 * sum(distribution.experimental_local_results(x))
-
-    def nested():
-        before = replica_facts()
-        in_merge_fn = context().merge_call(nested_merge_fn, args=(1,))
-        return [before, in_merge_fn, replica_facts()]
-
-    def merge_fn(distribution):
-        assert facts() == (strategy, True, None, True)
-        before, in_merge_fn, after = distribution.run(nested)
-        assert facts() == (strategy, True, None, True)
-        results = distribution.experimental_local_results([before, in_merge_fn, after])
-        return [[*row] for row in results]
-
-    rows = own(strategy, strategy.run(lambda: context().merge_call(merge_fn)))
-    number = group_of(strategy).number
-    assert len(rows) == size
-    for replica, row in enumerate(rows):
-        np.testing.assert_array_equal(row[0], [number, 1, 1, 0, replica])
-        np.testing.assert_array_equal(row[1], [number, 1, 0, 1, -1])
-        np.testing.assert_array_equal(row[2], [number, 1, 1, 0, replica])
 
 
 def test_exactly_one_of_the_two_contexts(strategy):
@@ -172,22 +56,6 @@ def test_exactly_one_of_the_two_contexts(strategy):
 
 
 # --- scopes ---------------------------------------------------------------------------
-
-
-def test_a_scope_may_be_entered_again(strategy):
-    with strategy.scope():
-        with strategy.scope() as inner:
-            assert inner is strategy
-            assert facts() == (strategy, True, None, True)
-        assert facts() == (strategy, True, None, True)
-        assert own(strategy, strategy.run(lambda: 1.0)) == 1.0
-    assert not mpidist.has_strategy()
-
-
-def test_a_scope_is_left_by_an_exception(strategy):
-    with pytest.raises(KeyError), strategy.scope():
-        raise KeyError("on purpose")
-    assert_usable(strategy)
 
 
 def test_a_context_is_left_when_functions_raise(strategy):
@@ -380,21 +248,6 @@ def test_the_message_names_the_method_that_was_called(strategy):
     assert "call_for_each_replica" not in message
 
 
-def test_local_results_are_allowed_anywhere(strategy, rank, size):
-    value = strategy.run(lambda: rank)
-
-    def merge_fn(distribution):
-        return [*distribution.experimental_local_results(value)]
-
-    def step():
-        here = mpidist.get_strategy().experimental_local_results(value)
-        return here == (rank,), context().merge_call(merge_fn)
-
-    ok, everything = own(strategy, strategy.run(step))
-    assert ok
-    assert everything == [*range(size)]
-
-
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "merge_call"])
 @pytest.mark.parametrize("where", ["scope", "merge_fn", "update"])
 def test_replica_calls_in_cross_replica_context(strategy, rank, name, where):
@@ -548,15 +401,6 @@ def test_mixing_variables_of_two_strategies(strategy, new_strategy):
     assert float(v) == 3.0
 
 
-def test_two_strategies_one_after_the_other(strategy, new_strategy, size):
-    other = new_strategy()
-    for _ in range(3):
-        for one in (strategy, other):
-            with one.scope():
-                seen = one.run(lambda: [facts(), context().all_reduce("SUM", 1)])
-            assert own(one, seen) == [(one, True, one, False), size]
-
-
 # --- the default strategy beside another ----------------------------------------------
 
 
@@ -566,19 +410,6 @@ def test_the_scope_of_the_default_strategy_inside_another(strategy):
         default.scope().__enter__()
     with default.scope(), strategy.scope():
         assert mpidist.get_strategy() is strategy
-    assert_usable(strategy)
-
-
-def test_the_default_strategy_is_refused_inside_another(strategy):
-    default = mpidist.get_strategy()
-
-    def step():
-        with pytest.raises(RuntimeError, match=MIXING):
-            default.run(lambda: None)
-
-    with strategy.scope(), pytest.raises(RuntimeError, match=MIXING):
-        default.reduce("MEAN", 1.0, axis=None)
-    strategy.run(step)
     assert_usable(strategy)
 
 
@@ -599,28 +430,6 @@ def unset():
     """Leave the global scope, whatever the test did."""
     yield
     mpidist.experimental_set_strategy(None)
-
-
-@pytest.mark.usefixtures("unset")
-def test_experimental_set_strategy(strategy, new_strategy):
-    other = new_strategy()
-    default = mpidist.get_strategy()
-    mpidist.experimental_set_strategy(strategy)
-    assert facts() == (strategy, True, None, True)
-    assert own(strategy, strategy.run(lambda: [facts()])) == [
-        (strategy, True, strategy, False)
-    ]
-    with strategy.scope():
-        assert facts() == (strategy, True, None, True)
-    assert facts() == (strategy, True, None, True)
-    mpidist.experimental_set_strategy(other)  # in its place
-    assert facts() == (other, True, None, True)
-    with pytest.raises(RuntimeError, match=MIXING):
-        strategy.run(lambda: None)
-    mpidist.experimental_set_strategy(None)
-    assert facts() == (default, False, default, False)
-    mpidist.experimental_set_strategy(None)  # nothing to leave
-    assert_usable(strategy)
 
 
 @pytest.mark.usefixtures("unset")
@@ -653,39 +462,7 @@ def test_experimental_set_strategy_of_another_object(strategy):
     assert not mpidist.has_strategy()
 
 
-@pytest.mark.usefixtures("unset")
-def test_variables_under_experimental_set_strategy(strategy, rank, size):
-    mpidist.experimental_set_strategy(strategy)
-    v = mpidist.Variable(float(rank))
-    assert v.distribute_strategy is strategy
-    mpidist.experimental_set_strategy(None)
-    assert float(v) == 0.0
-
-
 # --- threads --------------------------------------------------------------------------
-
-
-def in_thread(function):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    (result,) = results
-    return result
-
-
-def test_a_new_thread_starts_with_the_default_strategy(strategy):
-    default = mpidist.get_strategy()
-    outside = (default, False, default, False)
-    with strategy.scope():
-        assert in_thread(facts) == outside
-        assert facts() == (strategy, True, None, True)
-    assert own(strategy, strategy.run(lambda: [in_thread(facts)])) == [outside]
-    mpidist.experimental_set_strategy(strategy)
-    try:
-        assert in_thread(facts) == outside
-    finally:
-        mpidist.experimental_set_strategy(None)
 
 
 def test_a_scope_in_a_thread_does_not_show_in_others(strategy):

@@ -41,39 +41,6 @@ def test_its_replica_context(default):
     assert not mpidist.in_cross_replica_context()
 
 
-def test_merge_call_passes_arguments_as_they_are(default):
-    """b.3: ``merge_fn(default_strategy, *args, **kwargs)``, no PerReplica."""
-    x, y, result = np.ones(2), [1.0, "text"], object()
-    seen = []
-
-    def merge_fn(strategy, *args, **kwargs):
-        seen.append((strategy, args, kwargs))
-        seen.append((mpidist.has_strategy(), mpidist.get_replica_context()))
-        seen.append((mpidist.in_cross_replica_context(), mpidist.get_strategy()))
-        return result
-
-    context = mpidist.get_replica_context()
-    assert context.merge_call(merge_fn, args=(x, y), kwargs={"z": 3}) is result
-    strategy, args, kwargs = seen[0]
-    assert strategy is default
-    assert args[0] is x
-    assert args[1] is y
-    assert kwargs == {"z": 3}
-    assert seen[1:] == [(False, None), (True, default)]
-    assert mpidist.get_replica_context() is context
-
-
-def test_merge_call_that_raises(default):
-    context = mpidist.get_replica_context()
-
-    def merge_fn(strategy):
-        raise KeyError("on purpose")
-
-    with pytest.raises(KeyError, match="on purpose"):
-        context.merge_call(merge_fn)
-    assert mpidist.get_replica_context() is context
-
-
 @pytest.mark.parametrize("args", [3, "ab", {"a": 1}, np.ones(2)])
 def test_merge_call_wants_a_tuple_here_too(default, args):
     """As on MPIStrategy: code that is written here works there."""
@@ -137,17 +104,6 @@ def test_a_per_replica_of_one_is_an_array(default):
     assert batches == [1.0, 5.0]
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(x)
-
-
-def test_run_that_raises(default):
-    def step():
-        raise KeyError("on purpose")
-
-    with pytest.raises(KeyError, match="on purpose"):
-        default.run(step)
-    with pytest.raises(ValueError, match="positional args must be a list or tuple"):
-        default.run(step, args=3)
-    assert own(default.run(lambda: 1)) == 1
 
 
 def test_run_in_run_is_refused(default):

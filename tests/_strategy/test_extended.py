@@ -11,7 +11,6 @@ from replicas import (
     assert_mirrored,
     context,
     everywhere,
-    local,
     make,
     merge,
     own,
@@ -69,16 +68,6 @@ def test_attributes(strategy, rank, size):
     assert default.worker_devices == ("/rank:0/device:CPU:0",)
     assert default.experimental_between_graph is False
     assert default.should_checkpoint is True
-
-
-def test_names_of_older_versions(strategy, rank):
-    assert mpidist.VariableAggregation.ONLY_FIRST_TOWER is FIRST
-    assert mpidist.get_loss_reduction() is mpidist.ReduceOp.SUM
-    value = strategy.run(lambda: rank)
-    assert strategy.unwrap(value) == (rank,)
-    assert merge(strategy, lambda s, x: sum(s.unwrap(x)), rank) is not None
-    assert strategy.group(value) is None
-    assert strategy.group(value, name="train") is None
 
 
 def test_get_cross_replica_context(strategy):
@@ -511,29 +500,6 @@ def test_read_var_and_value_container(strategy, rank, size, in_cross_replica):
         strategy.extended.read_var(plain)
 
 
-def test_colocate_vars_with(strategy):
-    v, plain = make(strategy, 1.0), mpidist.Variable(1.0)
-    for owner in (strategy, strategy.extended):
-        with strategy.scope(), owner.colocate_vars_with(v):
-            w = mpidist.Variable(2.0)
-        assert w.device == v.device
-        assert w.distribute_strategy is strategy
-        with pytest.raises(RuntimeError, match="Need to be inside"):
-            owner.colocate_vars_with(v).__enter__()
-        for bad in (plain, 1.0, "/device:CPU:0"):
-            with (
-                strategy.scope(),
-                pytest.raises(ValueError, match="must only be passed a variable"),
-            ):
-                owner.colocate_vars_with(bad).__enter__()
-
-    def merge_fn(distribution):
-        with distribution.extended.colocate_vars_with(v):
-            return mpidist.Variable(3.0)
-
-    assert_mirrored(strategy, merge(strategy, merge_fn), 3.0)
-
-
 # --- steps on an iterator -------------------------------------------------------------
 
 
@@ -638,14 +604,3 @@ def test_wrong_numbers_of_steps(strategy, rank, size, in_cross_replica, bad):
                 bad if rank == 1 else 2,
             ),
         )
-
-
-def test_what_a_step_raises(strategy):
-    def step(ctx, x):
-        raise KeyError(x)
-
-    raises_everywhere(
-        KeyError,
-        lambda: strategy.extended.experimental_run_steps_on_iterator(step, iter([1])),
-    )
-    assert local(strategy, lambda: context().all_reduce("SUM", 1.0)) >= 1.0

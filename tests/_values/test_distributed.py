@@ -43,43 +43,6 @@ def test_arrays_and_numbers_are_per_replica_also_on_one(strategy, result):
     assert value.values == (result,) or value.values[0] is result
 
 
-@pytest.mark.parametrize(
-    "result", [None, "text", b"bytes", ..., {1, 2}, len, range(3)], ids=repr
-)
-def test_other_objects_are_as_they_are(strategy, result):
-    assert strategy.run(lambda: result) is result
-
-
-def test_variables_are_as_they_are(strategy):
-    with strategy.scope():
-        v = mpidist.Variable(1.0)
-    assert strategy.run(lambda: v) is v
-    assert strategy.run(lambda: {"v": [v]})["v"][0] is v
-
-
-def test_nests_keep_their_structure(strategy, rank):
-    def step():
-        return {
-            "b": [rank, (None, "text")],
-            "a": Pair(first=np.full(2, rank), second={}),
-            "c": (),
-        }
-
-    result = strategy.run(step)
-    assert sorted(result) == ["a", "b", "c"]
-    assert type(result["b"]) is list
-    assert type(result["b"][1]) is tuple
-    assert result["b"][1] == (None, "text")
-    assert type(result["a"]) is Pair
-    assert result["a"].second == {}
-    assert result["c"] == ()
-    assert type(result["b"][0]) is mpidist.PerReplica
-    assert type(result["a"].first) is mpidist.PerReplica
-    nest = own(strategy, result)
-    assert nest["b"] == [rank, (None, "text")]
-    np.testing.assert_array_equal(nest["a"].first, [rank, rank])
-
-
 def test_the_result_holds_the_very_array(strategy):
     x = np.ones(3)
     value = strategy.run(lambda: x)
@@ -96,31 +59,6 @@ def test_a_result_that_some_replicas_do_not_have(strategy, rank):
 
 
 # --- what goes in ---------------------------------------------------------------------
-
-
-def test_arguments_arrive_as_components(strategy, rank):
-    """b.2: PerReplica and Mirrored become components, nested too; the rest stays."""
-    per_replica = strategy.run(lambda: np.full(2, rank))
-    mirrored = mirrored_of(strategy, 3.0)
-    with strategy.scope():
-        v = mpidist.Variable(5.0)
-    plain = object()
-
-    def step(x, nest, *, m, var):
-        assert type(x) is np.ndarray
-        np.testing.assert_array_equal(x, [rank, rank])
-        assert type(nest) is Pair
-        assert type(nest.first["x"][0]) is np.ndarray
-        assert nest.second == (plain, None, "text")
-        assert m == [3.0]
-        assert type(m[0]) is float
-        assert var is v
-
-    strategy.run(
-        step,
-        args=[per_replica, Pair({"x": [per_replica]}, (plain, None, "text"))],
-        kwargs={"m": [mirrored], "var": v},
-    )
 
 
 def test_what_a_function_closes_over_stays_per_replica(strategy, rank):
@@ -216,26 +154,6 @@ def test_per_replica_is_not_an_array_at_program_level(strategy, in_scope):
     for name in ("asarray(p)", "ones(2) + p", "p @ ones(2)"):
         for alternative in ALTERNATIVES:
             assert alternative in messages[name]
-
-
-@pytest.mark.one_size
-def test_per_replica_has_no_operators(strategy):
-    p = strategy.run(lambda: np.ones(2))
-    for attempt in (
-        lambda: p + 1,
-        lambda: 1 + p,
-        lambda: p - p,
-        lambda: 2.0 * p,
-        lambda: p / 2.0,
-        lambda: -p,
-        lambda: p < 1,
-        lambda: p[0],
-        lambda: len(p),
-        lambda: [*p],
-        lambda: float(p),
-    ):
-        with pytest.raises(TypeError, match="PerReplica"):
-            attempt()
 
 
 @pytest.mark.one_size

@@ -329,17 +329,6 @@ def test_properties_do_not_communicate(strategy, rank, metric):
 # --- variable_sync_on_read_context ----------------------------------------------------
 
 
-def test_the_documented_example(strategy, size):
-    total = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
-
-    def fn():
-        total.assign(5.0)
-        with mpidist.variable_sync_on_read_context():
-            return total + 2.0
-
-    assert local(strategy, fn) == 5.0 * size + 2.0
-
-
 def test_sync_on_read_context_nested_and_left_by_an_exception(
     strategy, rank, size, metric
 ):

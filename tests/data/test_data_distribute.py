@@ -75,49 +75,6 @@ INPUTS = [as_dataset, as_list, as_generator, Loader, as_mapped]
 # --- the split ---------------------------------------------------------------------
 
 
-@core
-@pytest.mark.parametrize("make", INPUTS)
-@pytest.mark.parametrize("policy", ["AUTO", "OFF"])
-@pytest.mark.parametrize(("rows", "size"), [(14, 8), (5, 5), (3, 1)])
-def test_each_replica_gets_its_rows(strategy, make, policy, rows, size):
-    rule = split_by_plan if policy == "OFF" else split_as_it_comes
-    options = mpidist.InputOptions(auto_shard_policy=policy)
-    dataset = strategy.experimental_distribute_dataset(make(rows, size), options)
-    assert mine(strategy, dataset) == pieces(strategy, rows, size, rule)
-
-
-def test_the_whole_structure_arrives(strategy, rank, size):
-    x, y = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.arange(4, dtype=np.int8)
-    dataset = Dataset.from_tensor_slices({"p": Pair(x, y), "l": [y]}).batch(4)
-    distributed = strategy.experimental_distribute_dataset(dataset)
-    (element,) = distributed
-    assert type(element) is dict
-    assert type(element["p"]) is Pair
-    for leaf in (element["p"].x, element["p"].y, element["l"][0]):
-        assert isinstance(leaf, mpidist.PerReplica)
-    start, stop = split_as_it_comes(4, size, rank)
-    part = own(strategy, element)
-    assert part["p"].x.dtype == np.float32
-    assert part["p"].x.tolist() == x[start:stop].tolist()
-    assert part["p"].x.shape == (stop - start, 3)
-    assert distributed.element_spec["p"].x == ArraySpec((None, 3), np.dtype(np.float32))
-    sums = strategy.run(lambda e: e["p"].y.sum(), args=(element,))
-    assert strategy.reduce("SUM", sums, axis=None) == 6
-
-
-@core
-def test_replicas_without_rows_get_empty_arrays(strategy, rank):
-    elements = [{"x": np.ones((1, 2, 3), np.float32), "y": np.array([7])}]
-    for source in (elements, iter(elements)):
-        (element,) = strategy.experimental_distribute_dataset(source)
-        part = own(strategy, element)
-        rows = 1 if rank == 0 else 0
-        assert part["x"].shape == (rows, 2, 3)
-        assert part["x"].dtype == np.float32
-        assert part["y"].shape == (rows,)
-        assert part["y"].dtype == np.int64
-
-
 def test_replicas_without_rows_learn_what_a_map_gives(strategy, rank):
     # Only rank 0 ever reads a row, and so only it knows what the function returns.
     calls = []

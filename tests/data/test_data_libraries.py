@@ -39,6 +39,7 @@ def x_of(strategy, iterator, steps=None):
     return found
 
 
+@pytest.mark.one_size
 @pytest.mark.parametrize("kind", ["map", "iter"])
 def test_grain(strategy, grain, kind):
     batches = grain_batches(grain)
@@ -54,6 +55,7 @@ def test_grain(strategy, grain, kind):
     assert x_of(strategy, again) == expected[2:]
 
 
+@pytest.mark.one_size
 def test_grain_without_end_and_with_gaps(strategy, grain):
     endless = strategy.experimental_distribute_dataset(grain_batches(grain).repeat())
     assert endless.cardinality() == -1
@@ -68,6 +70,7 @@ def test_grain_without_end_and_with_gaps(strategy, grain):
     assert first + x_of(strategy, second) == kept
 
 
+@pytest.mark.one_size
 def test_grain_data_loader(strategy, grain):
     loader = grain.DataLoader(
         data_source=np.arange(ROWS),
@@ -105,6 +108,7 @@ def test_rows_of_grain_are_read_by_their_rank_only(strategy, grain, rank):
     assert read == kept
 
 
+@pytest.mark.one_size
 def test_torch_data_loader(strategy, torch, rank, size):
     x, y = torch.arange(ROWS * 2.0).reshape(ROWS, 2), torch.arange(ROWS)
     rows = torch.utils.data.TensorDataset(x, y)

@@ -70,7 +70,9 @@ def _program(directory, most):
     return program
 
 
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(SIZES, SIZES)])
+@pytest.mark.parametrize(
+    ("before", "after"), on.a_third([*itertools.product(SIZES, SIZES)])
+)
 def test_epochs_go_on_over_any_number_of_replicas(before, after, tmp_path):
     _, whole = testing.run(1, _program(tmp_path / "whole", 99))[0]
     # In the middle of the first epoch, behind it, and in the second.
