@@ -5,6 +5,7 @@ docs/performance/tables.md. Between ``<!-- KIND: WORDS -->`` and
 ``<!-- end -->`` it puts what the marker asks for:
 
     table: NAME...        the rows of all NAME.json, side by side, and the aims
+    compare: NAME...      their ratios alone, if all are there
     ratios: NAME...       the ratios of all NAME.json, a column for each job, if all
                           are there
     picture: FILE NAME... all_reduce of them, drawn to FILE.png
@@ -28,7 +29,8 @@ from mpidist._cli import bench_command
 from mpidist._cli.units import show_seconds, show_size
 
 MARKER = re.compile(
-    r"(<!-- (table|ratios|picture|facts): ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S
+    r"(<!-- (table|compare|ratios|picture|facts): ([^>]*?) -->\n)(.*?)(<!-- end -->)",
+    re.S,
 )
 PICTURES = "performance"  # the folder of results, as docs/performance.md links to it
 NOISE = 0.3
@@ -82,16 +84,32 @@ def table_of(records: Sequence[Record]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def comparison_of(names: Sequence[str], records: Sequence[Record]) -> str:
+    """Return a table in Markdown: the ratio of each record, in a column for each."""
+    rows: dict[tuple[str, int | None], dict[int, str]] = {}
+    for i, record in enumerate(records):
+        for row in record["rows"]:
+            ratio = cells_of(record, row)[2]
+            rows.setdefault((row["work"], row["nbytes"]), {})[i] = ratio
+    lines = [["work", "bytes", *names], ["---", *["---:"] * (len(names) + 1)]]
+    for (work, nbytes), ratios in rows.items():
+        size = "" if nbytes is None else show_size(nbytes)
+        lines.append([work, size, *(ratios.get(i, "") for i in range(len(names)))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
 def replacement(results: Path, kind: str, words: list[str]) -> str | None:
     """Return the text between two markers; None to leave it."""
     target = words.pop(0) if kind == "picture" else ""
     paths = [results / f"{name}.json" for name in words]
     there = [path for path in paths if path.exists()]
-    if not there or (kind == "ratios" and there != paths):
+    if not there or (kind in ("ratios", "compare") and there != paths):
         return None
     records = [one for path in there for one in read_records(path)]
     if kind == "table":
         return table_of(records)
+    if kind == "compare":
+        return comparison_of(words, records)
     if kind == "picture":
         draw.all_reduce(records, results / f"{target}.png")
         return f"![all_reduce, {', '.join(words)}]({PICTURES}/{target}.png)\n"

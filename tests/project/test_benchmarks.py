@@ -111,11 +111,13 @@ def test_the_pages_are_filled_from_the_results(load, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     shutil.copytree(ROOT / "docs" / "performance", tmp_path / "performance")
     shutil.copy(ROOT / "docs" / "performance.md", tmp_path)
-    page = tmp_path / "performance.md"
-    before = page.read_text()
-    page.write_text(before.replace("| all_reduce | 4 B |", "| old |"))
+    pages = [tmp_path / "performance.md", tmp_path / "performance" / "tables.md"]
+    before = [page.read_text() for page in pages]
+    for page, text in zip(pages, before, strict=True):
+        assert "| all_reduce | 4 B |" in text
+        page.write_text(text.replace("| all_reduce | 4 B |", "| old |"))
     (tmp_path / "performance" / "all_reduce-2.png").unlink()
     monkeypatch.setattr(sys, "argv", ["fill.py", str(tmp_path)])
     load("fill").main()
-    assert page.read_text() == before
+    assert [page.read_text() for page in pages] == before
     assert (tmp_path / "performance" / "all_reduce-2.png").exists()
