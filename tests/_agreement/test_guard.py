@@ -369,20 +369,6 @@ def test_the_function_of_update_raises_on_one_rank(strategy, rank, last, who):
     assert_usable(strategy)
 
 
-def test_followers_with_other_shapes_in_merge_fn(strategy, rank, last):
-    x = np.ones(5 if rank == last else 4)
-
-    def merge_fn(strategy, x):
-        return strategy.extended.reduce_to("SUM", x, x)
-
-    expect_mismatch(
-        strategy,
-        lambda: context().merge_call(merge_fn, args=(x,)),
-        "reduce_to SUM [float64 (4,)]",
-        "reduce_to SUM [float64 (5,)]",
-    )
-
-
 # --- bad input, on one rank ---------------------------------------------------------
 
 
@@ -406,21 +392,6 @@ def test_bad_leaves(strategy, rank, last, bad, kind, part, on_every_rank):
     assert "all_reduce" in str(error)
     if rank != last and not on_every_rank:
         assert f"because rank {last} raised it" in error.__notes__[0]
-    assert_usable(strategy)
-
-
-def test_bad_operation_on_one_rank(strategy, rank, last):
-    op = "PRODUCT" if rank == last else "SUM"
-    error = outcome(strategy, lambda: context().all_reduce(op, 1.0))
-    assert type(error) is ValueError
-    assert "'PRODUCT' is not a valid ReduceOp; expected one of SUM, MEAN" in str(error)
-    assert_usable(strategy)
-
-
-def test_bad_value_at_program_level_on_one_rank(strategy, rank, last):
-    value = strategy.run(lambda: 1.0)
-    with pytest.raises(ValueError, match="cannot be reduced with the given reduce op"):
-        strategy.reduce("SUM", 5.0 if rank == last else value, axis=None)
     assert_usable(strategy)
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import gc
 import threading
 import weakref
@@ -28,21 +27,12 @@ from mpidist._values.variable import storage_of
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 Point = collections.namedtuple("Point", "x y")
-NUMBERS = {"offset": 100}
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
     name: str
     rate: float
-
-
-class ModuleError(Exception):
-    """Importable on every rank, and with an argument more than its message."""
-
-    def __init__(self, message, code):
-        super().__init__(message, code)
-        self.code = code
 
 
 def merge(strategy, merge_fn, *args, **kwargs):
@@ -603,11 +593,6 @@ def test_three_levels(strategy, rank, size):
 # --- functions that travel ------------------------------------------------------------
 
 
-def module_level(v, x):
-    """Go by reference; use a global of the module."""
-    v.assign(x + NUMBERS["offset"])
-
-
 class Step:
     """A callable object."""
 
@@ -619,40 +604,6 @@ class Step:
 
     def method(self, v):
         v.assign_sub(self.factor * np.ones(2))
-
-
-def test_a_lambda_that_closes_over_local_values(strategy, rank, size):
-    v = make(strategy, np.zeros(2))
-    w = make(strategy, [10.0, 20.0])
-
-    def merge_fn(distribution, x):
-        number, small = 3.0, np.array([0.5, 0.25])
-        large = np.asfortranarray(np.arange(200.0).reshape(2, 100))
-        flags = np.arange(100) % 2 == 0
-        options = {"scale": [2.0, Setting("adam", 0.5)]}
-        reduced = distribution.extended.reduce_to("SUM", x, v)
-        captured = [v, w, distribution, reduced]
-
-        def fn(variable):
-            assert captured[0] is variable
-            assert captured[2].num_replicas_in_sync == size
-            assert captured[2] is mpidist.get_strategy()
-            assert captured[2].extended is mpidist.get_strategy().extended
-            rate = options["scale"][0] * options["scale"][1].rate
-            variable.assign(
-                number * small * rate
-                + large.sum(axis=1)
-                + flags.sum()
-                + captured[1]
-                + np.asarray(captured[3])
-            )
-
-        distribution.extended.update(v, fn)
-        np.testing.assert_array_equal(large[1], np.arange(100.0, 200.0))
-
-    merge(strategy, merge_fn, np.ones(2))
-    expected = [1.5 + 4950 + 50 + 10 + size, 0.75 + 14950 + 50 + 20 + size]
-    assert_mirrored(strategy, v, expected)
 
 
 def test_a_function_that_closes_over_an_argument_of_merge_fn(strategy, rank, size):
@@ -687,33 +638,6 @@ def test_a_function_that_closes_over_the_replica_context(strategy, rank, size):
     assert own(strategy, strategy.run(step)) == rank
 
 
-def test_functions_of_the_module_and_callable_objects(strategy, rank):
-    v = make(strategy, np.zeros(2))
-
-    def merge_fn(distribution):
-        update = distribution.extended.update
-        update(v, module_level, args=(np.array([1.0, 2.0]),))
-        update(v, Step(2.0))
-        update(v, Step(1.0).method)
-        update(v, functools.partial(module_level, x=np.ones(2)))
-        update(v, Step(2.0))
-
-    merge(strategy, merge_fn)
-    assert_mirrored(strategy, v, [103.0, 103.0])
-
-
-def test_functions_by_reference_see_this_ranks_globals(strategy, rank):
-    """Every rank runs the same program, so each has its own module."""
-    before = NUMBERS["offset"]
-    v = make(strategy, np.zeros(1))
-    try:
-        NUMBERS["offset"] = 5
-        merge(strategy, lambda s: s.extended.update(v, module_level, args=(1.0 * v,)))
-    finally:
-        NUMBERS["offset"] = before
-    assert_mirrored(strategy, v, [5.0])
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_function_that_can_not_travel(strategy):
     v = make(strategy, 1.0)
@@ -727,19 +651,6 @@ def test_a_function_that_can_not_travel(strategy):
     for _, message, _ in rows:
         assert "lock" in message
     assert_usable(strategy)
-
-
-def test_update_changes_each_ranks_own_closed_over_objects(strategy, rank):
-    """What merge_fn closes over is on every rank, and is sent by name."""
-    v = make(strategy, 1.0)
-    log = []
-
-    def merge_fn(distribution):
-        distribution.extended.update(v, lambda v: log.append(this_replica()))
-        return [*log]
-
-    assert merge(strategy, merge_fn) == [0]
-    assert log == [rank]
 
 
 # --- variables in merge_fn ------------------------------------------------------------
@@ -1054,68 +965,6 @@ def test_merge_fn_catches_what_fails_and_goes_on(strategy, rank, size):
 
 
 # --- update raises on one rank --------------------------------------------------------
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("caught", ["not", "with group=False", "at the next call"])
-def test_the_function_of_update_raises_on_one_follower(strategy, rank, size, caught):
-    v = make(strategy, np.zeros(20), name="v")
-
-    def merge_fn(distribution):
-        def fn(v):
-            v.assign_add(np.ones(20))
-            if this_replica() == size - 1:
-                v.assign_add(np.full(20, 7.0))
-                raise ModuleError("on purpose", 3)
-            v.assign_add(np.ones(20))
-
-        try:
-            distribution.extended.update(v, fn, group=caught != "with group=False")
-            if caught == "at the next call":
-                distribution.extended.broadcast_to(1.0, v)
-        except mpidist.ReplicaError:
-            if caught == "not":
-                raise
-            distribution.extended.update(v, lambda v: v.assign_add(np.ones(20)))
-        return "went on"
-
-    rows = outcomes(lambda: merge(strategy, merge_fn))
-    if caught != "not":
-        assert {name for name, _, _ in rows} == {"NoneType"}
-    else:
-        names = [name for name, _, _ in rows]
-        assert names == ["ReplicaError"] * (size - 1) + ["ModuleError"]
-        for _, message, _ in rows[:-1]:
-            assert f"rank {size - 1} raised" in message
-            assert "ModuleError" in message
-            assert "on purpose" in message
-            assert "in fn" in message
-            assert (
-                f"raised in update of Variable 'v' [#{storage_of(v).key[0]}]" in message
-            )
-        assert f"[rank {size - 1}] raised in update of Variable 'v'" in rows[-1][2]
-    # Rank 0's copy, on all.
-    assert_mirrored(strategy, v, np.full(20, 2.0 if caught == "not" else 3.0))
-    assert_usable(strategy)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_update_raises_on_one_rank_at_program_level(strategy, rank, size):
-    v = make(strategy, np.zeros((2, 3)).T, name="v")
-
-    def call():
-        def fn(v):
-            v.assign_add(np.full((3, 2), 1.0 + rank))
-            if rank == size - 1:
-                raise KeyError("on purpose")
-
-        with strategy.scope():
-            strategy.extended.update(v, fn)
-
-    rows = outcomes(call)
-    assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
-    assert_mirrored(strategy, v, np.ones((3, 2)))
-    assert_usable(strategy)
 
 
 @pytest.mark.mpi(min_size=2)

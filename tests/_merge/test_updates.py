@@ -10,8 +10,6 @@ import time
 import numpy as np
 import pytest
 from replicas import (
-    ON_READ,
-    SUM,
     assert_mirrored,
     assert_usable,
     everywhere,
@@ -150,35 +148,6 @@ def test_rank_0_goes_on_while_others_are_busy(strategy, size):
     )
     assert waited >= 0.15
     assert_mirrored(strategy, v, [4.0] * 3)
-
-
-def test_results_are_values_of_all_ranks(strategy, size):
-    v = make(strategy, np.zeros(3))
-
-    def merge_fn(distribution):
-        update = distribution.extended.update
-        one = update(v, lambda v: {"a": v + 1.0, "b": [None, 2.0]})
-        update(v, lambda v, x: v.assign_add(x), args=(one["a"],))
-        update(v, lambda v, x: v.assign_add(x), kwargs={"x": one["a"]})
-
-        def add(closed_over):
-            update(v, lambda v: v.assign_add(closed_over))
-
-        add(one.pop("a"))
-        each = update(v, lambda v: np.full(2, v[0]), group=False)
-        gc.collect()
-        again = update(v, lambda v: 3.0 * v)
-        return each, again
-
-    each, again = strategy.run(
-        lambda: [mpidist.get_replica_context().merge_call(merge_fn)]
-    )[0]
-    assert len(each) == size
-    for x in each:
-        np.testing.assert_array_equal(own(strategy, x), [3.0] * 2)
-    np.testing.assert_array_equal(own(strategy, again), [9.0] * 3)
-    assert_mirrored(strategy, v, [3.0] * 3)
-    assert_usable(strategy)
 
 
 # --- a function raises on one rank --------------------------------------------------
@@ -515,25 +484,6 @@ def test_variables_that_rank_0_has_dropped_are_dropped_in_spite_of_an_error(
     assert {*names_of(run_merge(strategy, merge_fn))} == {"NoneType"}
     assert not group_of(strategy).registry.kept
     assert_usable(strategy)
-
-
-def test_on_read_variables(strategy, size):
-    total = make(strategy, np.zeros(2), aggregation=SUM, synchronization=ON_READ)
-    v = make(strategy, np.zeros(2), name="v")
-
-    def count(total, x):
-        total.assign_add([x, float(this_replica())])
-
-    def merge_fn(distribution):
-        for _ in range(5):
-            distribution.extended.update(total, count, args=(1.0,))
-            distribution.extended.update(v, add_one)
-        return total.numpy()
-
-    found = merge(strategy, merge_fn)
-    ranks = size * (size - 1) // 2
-    np.testing.assert_array_equal(own(strategy, found), [5.0 * size, 5.0 * ranks])
-    assert_mirrored(strategy, v, [5.0] * 2)
 
 
 def test_without_the_guard(new_strategy):

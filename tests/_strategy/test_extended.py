@@ -361,25 +361,6 @@ def test_destinations_that_differ(strategy, rank):
         )
 
 
-def test_broadcast_to(strategy, rank, size, in_cross_replica):
-    v = make(strategy, [1.0, 2.0])
-
-    def fn(distribution, x):
-        extended = distribution.extended
-        assert extended.broadcast_to(7, v) == 7
-        assert isinstance(extended.broadcast_to(7, v), int)
-        same = extended.broadcast_to(v, x)
-        np.testing.assert_array_equal(same, [1.0, 2.0])
-        here = np.full(2, mpidist.get_strategy().replica_id + 5.0)
-        v.assign(extended.broadcast_to(here, extended.worker_devices[0]))
-
-    in_cross_replica(fn, 1.0)
-    if in_cross_replica.kind == "program":
-        assert_mirrored(strategy, v, v.numpy())
-        v.assign([5.0, 5.0])
-    assert_mirrored(strategy, v, [5.0, 5.0])
-
-
 # --- update, update_non_slot ----------------------------------------------------------
 
 

@@ -300,29 +300,6 @@ def test_mirrored_operators(strategy, rank):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_mirrored_in_numpy_functions(strategy):
-    x = np.arange(6.0).reshape(2, 3)
-    m = mirrored_of(strategy, x)
-    for got, expected in [
-        (np.sum(m), 15.0),
-        (np.mean(m, axis=0), x.mean(axis=0)),
-        (np.concatenate([m, x, m]), np.concatenate([x, x, x])),
-        (np.where(m > 2, m, 0.0), np.where(x > 2, x, 0.0)),
-        (np.sqrt(m), np.sqrt(x)),
-        (np.add.reduce(m, axis=1), x.sum(axis=1)),
-        (np.dot(m, x.T), x @ x.T),
-        (np.einsum("ij,ij->i", m, m), (x * x).sum(axis=1)),
-        (np.linalg.norm(m), np.linalg.norm(x)),
-        (np.asarray(m), x),
-        (np.array(m, dtype=np.int32), x.astype(np.int32)),
-        (np.stack([m, m]), np.stack([x, x])),
-    ]:
-        assert not isinstance(got, mpidist.Mirrored)
-        np.testing.assert_array_equal(got, expected)
-    assert np.shape(m) == (2, 3)
-    assert np.allclose(m, x)
-
-
 def test_mirrored_attributes(strategy):
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     m = mirrored_of(strategy, x)

@@ -728,30 +728,6 @@ def test_all_ranks_keep_their_copies_in_c_order(strategy, rank):
 # --- made in a replica function, and copied -------------------------------------------
 
 
-def test_made_once_per_replica(strategy, rank, size):
-    """One distributed variable: each replica makes its part of it, once."""
-    made = []
-
-    def fn():
-        if not made:
-            made.append(
-                mpidist.Variable(
-                    10.0 * rank, synchronization=ON_READ, aggregation=SUM, name="n"
-                )
-            )
-        made[0].assign_add(rank + 1.0)
-        return made[0]
-
-    first, second = strategy.run(fn), strategy.run(fn)
-    assert first is second is made[0]
-    assert strategy.extended.variable_created_in_scope(first)
-    assert_copies(strategy, first, [2.0 * (i + 1) for i in range(size)])
-    assert float(first) == size * (size + 1)
-    mirrored = strategy.run(lambda: mpidist.Variable([float(rank)], aggregation=SUM))
-    strategy.run(lambda: mirrored.assign_add([1.0]))
-    assert_mirrored(strategy, mirrored, [float(size)])
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "options",
@@ -778,15 +754,6 @@ def test_made_differently_on_one_rank(strategy, rank, options):
         mpidist.CollectiveMismatchError, lambda: strategy.run(fn)
     )
     assert "'same'" in messages[0]
-
-
-@pytest.mark.mpi(min_size=2)
-def test_made_on_some_replicas_only(strategy, rank):
-    messages = raises_everywhere(
-        mpidist.CollectiveMismatchError,
-        lambda: strategy.run(lambda: mpidist.Variable(1.0, name="v") if rank else None),
-    )
-    assert "Variable 'v'" in messages[0]
 
 
 def test_deepcopy(strategy, rank, size, metric):

@@ -11,7 +11,6 @@ from replicas import (
     everywhere,
     make,
     mirrored_of,
-    own,
     raises_everywhere,
 )
 
@@ -194,13 +193,6 @@ def test_a_per_replica_initial_value(strategy):
 # --- assignment in a replica context --------------------------------------------------
 
 
-def test_integers(strategy, rank, size):
-    v = make(strategy, np.array([1, 2], np.int32), aggregation=SUM)
-    strategy.run(lambda: v.assign_add(np.array([rank, 1], np.int32)))
-    assert v.dtype == np.int32
-    assert_mirrored(strategy, v, [1 + size * (size - 1) // 2, 2 + size])
-
-
 def test_first_replica_with_a_mirrored_variable_as_value(strategy, rank):
     v = make(strategy, [1.0, 2.0], aggregation=FIRST)
     w = make(strategy, [7.0, 8.0])
@@ -281,22 +273,6 @@ def test_another_value_on_each_rank_as_mirrored_is_a_contradiction(strategy, ran
 
 
 # --- in update and in merge_fn --------------------------------------------------------
-
-
-def test_another_variable_in_update(strategy):
-    """Momentum: an optimizer's slot variable is written beside the variable."""
-    v, slot = make(strategy, np.ones(3)), make(strategy, np.zeros(3))
-
-    def fn(v, grad):
-        slot.assign(0.9 * slot + grad)
-        v.assign_sub(0.1 * slot)
-
-    with strategy.scope():
-        for _ in range(2):
-            strategy.extended.update(v, fn, args=(np.ones(3),))
-    slot_value = 0.9 * np.ones(3) + 1.0
-    assert_mirrored(strategy, slot, slot_value)
-    assert_mirrored(strategy, v, np.ones(3) - 0.1 * np.ones(3) - 0.1 * slot_value)
 
 
 def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank):
@@ -671,25 +647,6 @@ def test_assigning_its_own_views(strategy, v, x):
     assert_mirrored(strategy, v, x.T + x.T[::-1])
     v.assign(np.asarray(v)[::-1, ::-1])
     assert_mirrored(strategy, v, (x.T + x.T[::-1])[::-1, ::-1])
-
-
-def test_in_collectives(strategy, rank, size, v, x):
-    """A variable is a leaf like an array, for every verb."""
-
-    def step():
-        total, gathered = (
-            context().all_reduce("SUM", {"v": v})["v"],
-            context().all_gather([v], axis=0)[0],
-        )
-        assert type(total) is np.ndarray
-        return total, gathered
-
-    total, gathered = own(strategy, strategy.run(step))
-    np.testing.assert_array_equal(total, size * x)
-    np.testing.assert_array_equal(gathered, np.concatenate([x] * size))
-    total[...] = 0.0
-    gathered[...] = 0.0
-    assert_mirrored(strategy, v, x)
 
 
 # --- the copies stay equal ------------------------------------------------------------

@@ -546,38 +546,6 @@ def test_the_api_pages_have_all_public_names():
 # --- the test itself ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```ruby\nputs 1\n```",
-        "```\nx = 1\n```",
-        "```python\nx = 1\n```",
-        "```python\nx = = 1\n```",
-        "```python\n# a.py\nx = 1\n```",
-        "```python\n# a.py\nx = 1\n```\n```console\n$ python b.py\n```",
-        "```sh\nlaunch/tset\n```",
-        "```sh\nlaunch/test --no-such-option\n```",
-        "```sh\nmpirun -n 4 python examples/no_such_file.py\n```",
-        '```sh\npip install -e ".[no_such_extra]"\n```',
-        "```sh\nexport MPIDIST_NO_SUCH=1\n```",
-        "```sh\nmpirun -n 2 mpidist bnech\n```",
-        "```sh\nmpidist bench --no-such-option\n```",
-        "```sh\nmpirun -n 2 python launch/benchmarks no_such\n```",
-        "```console\noutput\n```",
-        "```console\n$ rm -rf build\n```",
-        "```text\nanything\n```",
-    ],
-)
-def test_a_block_that_is_wrong_or_unknown_fails(text, tmp_path):
-    def treat_all():
-        blocks = blocks_of(README, text)
-        for block in blocks:
-            treat(block, blocks, tmp_path)
-
-    with pytest.raises((AssertionError, SyntaxError, OSError, pytest.fail.Exception)):
-        treat_all()
-
-
 NOTE = f"{'-' * 74}\nMPI_ABORT was invoked\n\n{'-' * 74}\n"
 
 
