@@ -216,6 +216,12 @@ def fuzz_seeds(default: int) -> range:
     return range(int(text or default))
 
 
+# What takes long, and shows what other cases nearly show.
+long_only = pytest.mark.skipif(
+    "MPIDIST_FUZZ" not in os.environ, reason="only in launch/test --long"
+)
+
+
 def a_third(cases: Sequence[Any]) -> Sequence[Any]:
     """Return every third case; all of them in `launch/test --long`."""
     return cases if "MPIDIST_FUZZ" in os.environ else cases[::3]

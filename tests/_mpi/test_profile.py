@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from launching import run_ranks
+from replicas import long_only
 
 from mpidist import _native
 
@@ -51,7 +52,9 @@ def counts(libraries: Path, ranks: int, nodes: int, **env: str) -> dict[str, Any
 
 
 @pytest.mark.skipif(not _native.available(), reason="the native core is not built")
-@pytest.mark.parametrize(("ranks", "nodes"), [(3, 3), (4, 2), (9, 9)])
+@pytest.mark.parametrize(
+    ("ranks", "nodes"), [(3, 3), (4, 2), pytest.param(9, 9, marks=long_only)]
+)
 def test_the_functions_of_mpi_that_calls_use(libraries, ranks, nodes):
     counted = counts(libraries, ranks, nodes)
     header = {"MPI_Start": 2}  # with that of the end of `run`

@@ -11,6 +11,7 @@ import pytest
 from tests import launching
 from tests.elastic import random_kills
 from tests.elastic.random_kills import PROGRAM, Ended
+from tests.replicas import a_third
 
 SECONDS = 100
 
@@ -51,7 +52,7 @@ def test_killed_in_a_commit(after):
 
 
 @survives
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", a_third(range(9)))
 def test_killed_at_random(seed):
     # Several hundred: python -m tests.elastic.random_kills
     ranks, settings = random_kills.draw(seed)
