@@ -106,14 +106,6 @@ def test_a_per_replica_of_one_is_an_array(default):
         pickle.dumps(x)
 
 
-def test_run_in_run_is_refused(default):
-    def step():
-        with pytest.raises(RuntimeError, match="requires being in cross-replica"):
-            default.run(lambda: None)
-
-    default.run(step)
-
-
 def test_merge_call_in_run_and_run_in_merge_call(default):
     def merge_fn(strategy, x):
         doubled = strategy.run(lambda x: 2 * x, args=(x,))
@@ -142,26 +134,6 @@ def test_all_reduce_returns_the_input(default):
         context.all_reduce("MAXIMUM", x)
     with pytest.raises(TypeError, match="asarray"):
         context.all_reduce("SUM", "text")
-
-
-def test_all_gather_returns_the_input(default):
-    context = mpidist.get_replica_context()
-    x = np.arange(6).reshape(2, 3)
-    for axis in (0, 1, -1):
-        gathered = context.all_gather([x, x > 2], axis=axis)
-        np.testing.assert_array_equal(gathered[0], x)
-        np.testing.assert_array_equal(gathered[1], x > 2)
-    with pytest.raises(ValueError, match="axis"):
-        context.all_gather(x, axis=2)
-
-
-def test_reduce_and_gather(default):
-    value = default.run(lambda: np.array([1, 2, 3, 6]))
-    np.testing.assert_array_equal(default.reduce("SUM", value, axis=None), [1, 2, 3, 6])
-    assert default.reduce("MEAN", value, axis=0) == 3.0
-    assert default.reduce("MAX", value, axis=-1) == 6
-    np.testing.assert_array_equal(default.gather(value, axis=0), [1, 2, 3, 6])
-    assert default.reduce("MEAN", 5.0, axis=None) == 5.0
 
 
 def test_extended(default):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import configparser
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -94,26 +93,6 @@ def test_links_lead_somewhere(page):
 @by_page
 def test_a_merge_was_ended(page):
     assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text_of(page), re.M)
-
-
-@pytest.mark.parametrize(
-    ("text", "broken"),
-    [
-        ("[a](README.md) [b](docs/errors.md#errors) [c](https://x.org/#y)", []),
-        ("[a](no_such.md)", ["no_such.md"]),
-        ("[a](README.md#no-such)", ["README.md#no-such"]),
-        ("[a](LICENSE#x)", ["LICENSE#x"]),
-        ("[a\nb](no_such.md 'title')", ["no_such.md"]),
-        ("![a](no_such.png)", ["no_such.png"]),
-        ("[a][b]\n\n[b]: no_such.md", ["no_such.md"]),
-        ('<img alt="a" src="no_such.png">', ["no_such.png"]),
-        ("# `x_y`: A\n## B\n## B\n[1](#x_y-a) [2](#b) [3](#b-1)", []),
-        ("```python\n# title\n```\n[a](#title)", ["#title"]),
-        ("`x[a](b)`\n```c\nx[a](b)\n```", []),
-    ],
-)
-def test_the_check_of_links_itself(text, broken):
-    assert broken_links(ROOT / "page.md", text) == broken
 
 
 # --- names and files --------------------------------------------------------------
@@ -288,31 +267,6 @@ def test_the_tree_of_exceptions_is_that_of_the_code():
     assert shown[1] == tree, f"docs/errors.md has to have:\n{tree}"
 
 
-def test_the_drawing_of_trees_itself():
-    class A(ValueError):  # noqa: N818 - short names show the drawing
-        """First."""
-
-    class B(A):
-        """Second of `A`.
-
-        More.
-        """
-
-    class C(ValueError):  # noqa: N818
-        """Third."""
-
-    class D(A):
-        """Fourth."""
-
-    assert tree_of({A: "A", B: "x.B", C: "C", D: "D"}) == (
-        "ValueError\n"
-        "├── A        First.\n"
-        "│   ├── D    Fourth.\n"
-        "│   └── x.B  Second of A.\n"
-        "└── C        Third.\n"
-    )
-
-
 # --- tools ------------------------------------------------------------------------
 
 
@@ -330,36 +284,3 @@ def test_the_hooks_have_the_versions_of_the_extras():
     assert lists
     for packages in lists:
         assert set(re.findall(r'"([^"]+)"', packages)) <= known
-
-
-def test_the_hook_of_mypy_has_what_the_checked_files_import():
-    """It runs in an environment of its own, which has these packages and no others."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    (packages,) = re.findall(
-        r'additional_dependencies:\s+\[("mypy.*)\]',
-        text_of(ROOT / ".pre-commit-config.yaml"),
-    )
-    known = {re.split(r"\W", name)[0] for name in re.findall(r'"([^"]+)"', packages)}
-    absent = next(name for name in setup.sections() if name.startswith("mypy-"))
-    known |= {
-        name.partition(".")[0].removeprefix("mypy-") for name in absent.split(",")
-    }
-    checked = [ROOT / name.strip() for name in setup["mypy"]["files"].split(",")]
-    files = [
-        p
-        for path in checked
-        for p in ([path] if path.is_file() else path.rglob("*.py"))
-    ]
-    imported = set()
-    for file in files:
-        for node in ast.walk(ast.parse(text_of(file))):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                imported.add(node.module.partition(".")[0])
-    ours = {path.stem for path in (ROOT / "tests").glob("*.py")} | {
-        "mpidist",
-        "pytest_mpidist",
-    }
-    assert imported - set(sys.stdlib_module_names) - ours - known == set()
