@@ -44,30 +44,30 @@ class SectionStack:
     """The sections that a rank is in, outermost first; see `sections`.
 
     A section that some rank turns out not to be in is *deserted*: its calls raise.
+
+    Attributes:
+        error: what the calls of the innermost section raise; None: it is not deserted.
     """
 
     def __init__(self) -> None:
         # Of each section: what its calls raise, because it is deserted; or None.
         self._errors: list[BaseException | None] = []
+        self.error: BaseException | None = None
 
     @property
     def depth(self) -> int:
         """How many sections this rank is in."""
         return len(self._errors)
 
-    @property
-    def error(self) -> BaseException | None:
-        """What the calls of the innermost section raise; None: it is not deserted."""
-        return self._errors[-1] if self._errors else None
-
     def enter(self) -> None:
         """Enter a section; inside a deserted one it is deserted as well."""
-        errors = self._errors
-        errors.append(errors[-1] if errors else None)
+        self._errors.append(self.error)
 
     def leave(self) -> bool:
         """Leave the innermost section; return whether it was deserted."""
-        return self._errors.pop() is not None
+        deserted = self._errors.pop() is not None
+        self.error = self._errors[-1] if self._errors else None
+        return deserted
 
     def desert(self, depth: int, error: BaseException) -> None:
         """Note that some rank is in ``depth`` sections only.
@@ -77,7 +77,7 @@ class SectionStack:
             error: what the calls of the others raise.
         """
         for level in range(depth, self.depth):
-            self._errors[level] = error
+            self._errors[level] = self.error = error
 
 
 class SharedState(CallState):
@@ -153,10 +153,6 @@ class SharedState(CallState):
         """
         if self.begun is not None and self.begun.unsettled:
             self.begun.settle()
-
-    def count(self) -> None:
-        """Count a header, or a message of rank 0, that did not go through `agree`."""
-        self.sequence += 1
 
     def observed(
         self, call: Call, section: Call | None = None

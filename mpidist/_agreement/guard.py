@@ -132,15 +132,12 @@ class Guard(SharedState):
         While it does, collective calls of this rank are errors, since the other ranks
         would not make them; or `before_call` is called first.
         """
-        before = self._is_alone
-        if before is not alone and not self.broken:
-            self.breakdown.state = State.ALONE if alone else State.USABLE
+        breakdown = self.breakdown
+        before = breakdown.state is State.ALONE
+        if before is not alone and not breakdown.why:
+            breakdown.state = State.ALONE if alone else State.USABLE
             self.update_blocked()
         return before
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.breakdown.state is State.ALONE
 
     def update_blocked(self) -> None:
         """Have calls checked before they begin, if something may be in their way."""
@@ -296,9 +293,9 @@ class Guard(SharedState):
             raise breakdown.error()
         if self.sections.error is not None:
             raise self.sections.error
-        if self._is_alone and self.before_call is not None:
+        if breakdown.state is State.ALONE and self.before_call is not None:
             self.before_call()
-        if self._is_alone:
+        if breakdown.state is State.ALONE:
             raise RuntimeError(
                 on_rank(
                     self._comm.rank,
@@ -348,7 +345,8 @@ class Guard(SharedState):
         Returns:
             Whether ``error`` is such an exception.
         """
-        if self._is_alone or was_told(error) or not is_interruption(error):
+        alone = self.breakdown.state is State.ALONE
+        if alone or was_told(error) or not is_interruption(error):
             return False
         self.breakdown.abandon(what, error)
         self.breakdown.repeat_notice()

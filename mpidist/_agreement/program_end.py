@@ -71,7 +71,7 @@ def _meet(guard: Guard, call: Call, gone: SystemExit) -> Iterator[None]:
                 guard.waits.look(AT_END, now - start)
         if status == AGAIN:
             continue
-        guard.count()
+        guard.sequence += 1
         if status == OK:
             return
         guard.reports.exchange(call, gone, "exit")

@@ -68,15 +68,19 @@ class RootMessages:
     @observed(_sends)
     def send(self, data: bytes) -> None:
         """Send bytes from rank 0 to all ranks, which wait for them."""
-        comm, ring = self.comm, self.ring
+        comm, guard, ring = self.comm, self.guard, self.ring
+        guard.sequence += 1
         if ring is not None:
             comm.traffic.count("Ibcast", len(data))
-            self._post(ring, data)
+            guard.begin(_SENDING)
+            try:
+                self._post(ring, data)
+            except BaseException as error:
+                raise guard.abandon(_SENDING, error) from error.__cause__
             return
-        self.guard.count()
         short = len(data) < comm.message_bytes
         head = b"\1" + data if short else b"\0" + len(data).to_bytes(8, "little")
-        self.guard.waits.wait(comm.start_message(head), "a message")
+        guard.waits.wait(comm.start_message(head), "a message")
         if not short:
             raw = np.frombuffer(data, np.uint8)
             if len(data) > _MESSAGE_ROOM:
@@ -86,14 +90,11 @@ class RootMessages:
     def _post(self, ring: _native.Channel, data: bytes) -> None:
         """Send a message through the ring, in parts; the first byte marks the last."""
         room = _native.core.MESSAGE_BYTES - 1
-        self.guard.count()
-        self.guard.begin(_SENDING)
-        with self.guard.payload(_SENDING):
-            for start in range(0, len(data) or 1, room):
-                last = start + room >= len(data)
-                part = data if not start and last else data[start : start + room]
-                if ring.post((b"\1" if last else b"\0") + part) == LEFT:
-                    raise LeftError(ring.who)
+        for start in range(0, len(data) or 1, room):
+            last = start + room >= len(data)
+            part = data if not start and last else data[start : start + room]
+            if ring.post((b"\1" if last else b"\0") + part) == LEFT:
+                raise LeftError(ring.who)
 
     @observed(_receives, _has_received)
     def receive(self, what: str = FROM_RANK_0, timeout: float | None = None) -> bytes:
@@ -103,15 +104,20 @@ class RootMessages:
             what: what this rank waits for, in messages about the deadline.
             timeout: seconds to wait; None: the strategy's; 0: forever.
         """
-        comm, ring = self.comm, self.ring
+        comm, guard, ring = self.comm, self.guard, self.ring
+        guard.sequence += 1
         if ring is not None:
-            data = self._take(ring, what, timeout)
+            call = call_of(what)
+            guard.begin(call, timeout)
+            try:
+                data = self._take(ring)
+            except BaseException as error:
+                raise guard.abandon(call, error) from error.__cause__
             comm.traffic.count("Ibcast", len(data))
             return data
-        self.guard.count()
         with comm.traffic:
             request = comm.start_message(None)
-            self.guard.waits.wait(request, what, timeout)
+            guard.waits.wait(request, what, timeout)
             head: bytes = request.result
             if head[:1] == b"\1":
                 return head[1:]
@@ -122,22 +128,18 @@ class RootMessages:
             comm.broadcast(rest, 0)
             return rest.tobytes()
 
-    def _take(self, ring: _native.Channel, what: str, timeout: float | None) -> bytes:
+    def _take(self, ring: _native.Channel) -> bytes:
         """Return a message of rank 0 from the ring."""
-        call = call_of(what)
         parts: list[bytes] = []
-        self.guard.count()
-        self.guard.begin(call, timeout)
-        with self.guard.payload(call):
-            while True:
-                part = ring.take()
-                if part == LEFT:
-                    raise LeftError(ring.who)
-                if part[:1] == b"\1" and not parts:
-                    return part[1:]  # type: ignore[no-any-return]
-                parts.append(part[1:])
-                if part[:1] == b"\1":
-                    return b"".join(parts)
+        while True:
+            part = ring.take()
+            if part == LEFT:
+                raise LeftError(ring.who)
+            if part[:1] == b"\1" and not parts:
+                return part[1:]  # type: ignore[no-any-return]
+            parts.append(part[1:])
+            if part[:1] == b"\1":
+                return b"".join(parts)
 
 
 def _allocate_nothing() -> None:

@@ -317,6 +317,8 @@ def empty_like(x: Array, shape: Shape, dtype: npt.DTypeLike) -> Array:
 
 def to_host(x: Array) -> HostArray:
     """Return a NumPy array with the values of ``x``; ``x`` itself if it is one."""
+    if type(x) is np.ndarray:
+        return x
     return x.get() if is_device_array(x) else np.asarray(x)
 
 

@@ -140,7 +140,7 @@ class HeaderGather(Plan):
                 status, lambda ms: meet(sources, lengths, number, ms, offset)
             )
         else:
-            guard.count()
+            guard.sequence += 1
         return self._conclude(sources, memory, timeout)
 
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Array:
@@ -150,7 +150,7 @@ class HeaderGather(Plan):
         if status:
             guard.conclude(status, lambda ms: meet([x], lengths, number, ms, NOWHERE))
         else:
-            guard.count()
+            guard.sequence += 1
         found: Array = self._conclude([x], None, None)[0]
         return found
 
