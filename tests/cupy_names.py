@@ -24,7 +24,6 @@ import mpidist
 PACKAGE = pathlib.Path(mpidist.__file__).parent
 _MAKERS = {
     "array_module": "cupy",
-    "continue_from": "cupy.cuda.Stream",
     "current_stream": "cupy.cuda.Stream",
     "module_of": "cupy",
     "nccl_module": "cupy.cuda.nccl",

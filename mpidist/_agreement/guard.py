@@ -136,7 +136,10 @@ class Guard(SharedState):
         before = breakdown.state is State.ALONE
         if before is not alone and not breakdown.why:
             breakdown.state = State.ALONE if alone else State.USABLE
-            self.update_blocked()
+            if alone:
+                self.blocked = True
+            else:
+                self.update_blocked()
         return before
 
     def update_blocked(self) -> None:

@@ -91,21 +91,19 @@ class Waits:
     def wait_data(self, transfer: Transfer) -> None:
         """Wait for collectives of MPI that move the data of the last call.
 
+        The caller leaks their buffers if this raises.
+
         Raises:
             CollectiveTimeoutError: on every waiting rank, after the strategy's
                 `timeout_seconds`.
         """
 
         def wait() -> int:
-            try:
-                poll(
-                    transfer,
-                    lambda waited: self.look(self._data(), waited),
-                    yield_seconds=YIELD_SECONDS_FOR_DATA,
-                )
-            except BaseException:
-                transfer.leak()
-                raise
+            poll(
+                transfer,
+                lambda waited: self.look(self._data(), waited),
+                yield_seconds=YIELD_SECONDS_FOR_DATA,
+            )
             return OK
 
         self.wait_step(wait, list)  # MPI does not say whose data is missing

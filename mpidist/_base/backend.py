@@ -317,9 +317,9 @@ def empty_like(x: Array, shape: Shape, dtype: npt.DTypeLike) -> Array:
 
 def to_host(x: Array) -> HostArray:
     """Return a NumPy array with the values of ``x``; ``x`` itself if it is one."""
-    if type(x) is np.ndarray:
-        return x
-    return x.get() if is_device_array(x) else np.asarray(x)
+    if isinstance(x, np.ndarray) or not is_device_array(x):
+        return np.asarray(x)
+    return x.get()
 
 
 def like(x: Array, host: Array) -> Array:
@@ -418,18 +418,6 @@ def start_copy_to_host(x: DeviceArray, host: HostArray, stream: Stream) -> None:
 def start_copy_to_device(host: HostArray, x: DeviceArray, stream: Stream) -> None:
     """Queue a copy of page-locked memory into ``x``, of its dtype and shape."""
     x.set(host, stream=stream)
-
-
-def continue_from(stream: Stream | None) -> Stream:
-    """Make the current stream wait for the work on ``stream``; return the former.
-
-    Args:
-        stream: the stream that used the memory last; None: no stream did.
-    """
-    current = current_stream()
-    if stream is not None and stream != current:
-        current.wait_event(stream.record(new_event()))
-    return current
 
 
 def gpu_bus_id(device: Device) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import Array, DType
+from mpidist._base.types import Array, DType, Shape
 from mpidist._collectives.compression import LEAST_BYTES, Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
@@ -24,6 +24,8 @@ from mpidist._collectives.resources import Resources
 from mpidist._collectives.transports import Reducer
 from mpidist._mpi.buffers import COMBINE
 from mpidist._mpi.communicator import Communicator, MPIOp
+
+_BYTES: Final = np.dtype(np.uint8)
 
 
 @dataclasses.dataclass
@@ -85,6 +87,7 @@ def plan_buckets(
 class _Call(NamedTuple):
     arrays: list[Array]
     results: Results
+    packed: dict[bool, Array]  # memory for packed buckets, on the host and on the GPU
 
 
 class BucketReduce(PreparedPlan[_Call]):
@@ -101,24 +104,35 @@ class BucketReduce(PreparedPlan[_Call]):
         self._buckets = plan_buckets(
             signature.leaves, signature.bytes_per_pack, signature.compress
         )
-        self._buffers = resources.buffers
+        # Of the largest bucket that is packed, on the host and on the GPU: its bytes,
+        # and a leaf that is in the same kind of memory.
+        self._packed: dict[bool, tuple[int, int]] = {}
+        for bucket in self._buckets:
+            if not self._is_direct(bucket) and bucket.operation != "gather":
+                index = bucket.leaves[0]
+                on_device = self._leaves[index].on_device
+                nbytes = bucket.size * bucket.wire.itemsize
+                largest = self._packed.get(on_device, (0, 0))
+                self._packed[on_device] = max(largest, (nbytes, index))
 
     def _prepare(self, arrays: list[Array]) -> _Call:
         self._transports.device.check()
-        for bucket in self._buckets:
-            if not self._is_direct(bucket) and bucket.operation != "gather":
-                near = arrays[bucket.leaves[0]]
-                self._buffers.get(bucket.size, bucket.wire, near)
+        packed = {
+            on_device: self._empty(arrays[index], (nbytes,), _BYTES)
+            for on_device, (nbytes, index) in self._packed.items()
+        }
         if not self._wanted:
-            return _Call(arrays, [None] * len(arrays))
-        pairs = zip(arrays, self._leaves, strict=True)
-        return _Call(arrays, [self._new_result(x, leaf) for x, leaf in pairs])
+            return _Call(arrays, [None] * len(arrays), packed)
+        results = [
+            self._empty(x, leaf.shape, leaf.reduction.result)
+            for x, leaf in zip(arrays, self._leaves, strict=True)
+        ]
+        return _Call(arrays, results, packed)
 
-    def _new_result(self, x: Array, leaf: Leaf) -> Array:
-        dtype = leaf.reduction.result
-        if leaf.on_device:
-            return backend.empty_like(x, leaf.shape, dtype)
-        return self._pool.empty(leaf.shape, dtype)
+    def _empty(self, near: Array, shape: Shape, dtype: DType) -> Array:
+        if backend.is_device_array(near):
+            return backend.empty_like(near, shape, dtype)
+        return self._pool.empty(shape, dtype)
 
     def _move(self, work: _Call) -> None:
         for bucket in self._buckets:
@@ -150,8 +164,8 @@ class BucketReduce(PreparedPlan[_Call]):
             reduction.decode(result, self._comm.size, result)
 
     def _reduce_packed(self, bucket: Bucket, work: _Call, transport: Reducer) -> None:
-        near = work.arrays[bucket.leaves[0]]
-        packed = self._buffers.get(bucket.size, bucket.wire, near)
+        memory = work.packed[self._leaves[bucket.leaves[0]].on_device]
+        packed = memory[: bucket.size * bucket.wire.itemsize].view(bucket.wire)
         parts: list[tuple[int, Reduction, Array]] = []
         for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
             leaf = self._leaves[index]

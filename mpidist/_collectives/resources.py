@@ -6,15 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 
-import numpy as np
-
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
 from mpidist._base import backend, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
-from mpidist._base.types import Array, DType
+from mpidist._base.types import Array
 from mpidist._collectives.devices import Devices, place_text
 from mpidist._collectives.node import Node
 from mpidist._collectives.nodes import NO_MEMORY, Nodes, SharedMemory
@@ -55,26 +53,6 @@ def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-class FlatBuffers:
-    """Flat buffers that are kept between calls, one for each kind of device."""
-
-    def __init__(self) -> None:
-        self._kept: dict[bool, Array] = {}
-        self._stream: backend.Stream = None
-
-    def get(self, count: int, dtype: DType, near: Array) -> Array:
-        """Return a flat buffer of ``count`` elements on the device of ``near``."""
-        key = backend.is_device_array(near)
-        if key:  # the last call may have used the buffer on another stream
-            self._stream = backend.continue_from(self._stream)
-        nbytes = count * dtype.itemsize
-        kept = self._kept.get(key)
-        if kept is None or kept.nbytes < nbytes:
-            kept = self._kept[key] = backend.empty_like(near, (nbytes,), np.uint8)
-        found: Array = kept[:nbytes].view(dtype)
-        return found
-
-
 class Resources:
     """What the collectives of one group of replicas share.
 
@@ -91,8 +69,7 @@ class Resources:
         nodes: the memory that the ranks of each node share; None if they do not.
         messages: from rank 0 to the others.
         devices: how GPU buffers move.
-        pool: private memory for large results.
-        buffers: flat buffers, kept between calls.
+        pool: private memory for large results, and for nests that are packed.
         compression: of the strategy's sums between nodes.
         transports: of calls without options.
     """
@@ -127,7 +104,6 @@ class Resources:
         self.node: Node | None = memory.node
         self.nodes: Nodes | None = memory.nodes
         own = self.node if self.nodes is None else self.nodes.node
-        self.buffers: FlatBuffers = FlatBuffers()
         channel = None if self.node is None else self.node.channel
         self._why_not_shared = memory.problem
         self._shared: DirectTransport | None = None

@@ -14,7 +14,7 @@ from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
 from mpidist._merge.updates import UpdateBatch, check_update, wrap
 from mpidist._runtime import context, dispatch
-from mpidist._runtime.dispatch import OnRank0, check_arguments
+from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import (
     Key,
@@ -228,7 +228,6 @@ class Coordinator:
         ``group=False``, one whose function communicates, and when the batch has become
         long.
         """
-        check_arguments("update", args, kwargs)
         own = check_update(var, fn, args, kwargs)
         if not self._several:
             return self._execute("update", (var, fn, args, kwargs, grouped))

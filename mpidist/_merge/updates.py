@@ -386,7 +386,6 @@ def _run_alone(
     result: Nest = None
     kind: ErrorKind = "invalid"
     try:
-        check_arguments("update", args, kwargs)
         if check_update(var, fn, args, kwargs) or own:
             batch.keep()
         texts = ""
@@ -439,10 +438,12 @@ def check_update(
     """
     if not callable(fn):
         raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
+    kwargs = {} if kwargs is None else kwargs
+    check_arguments("update", args, kwargs)
     if not kwargs and _SAME.issuperset(map(type, args)):
         return False  # the usual case
     own = False
-    for leaf in nest.flatten((tuple(args), kwargs or {}))[0]:
+    for leaf in nest.flatten((tuple(args), kwargs))[0]:
         own = own or isinstance(leaf, PerReplica)
         on_read = isinstance(leaf, Variable) and differs(leaf)
         if on_read and var is not None and not differs(var):

@@ -240,20 +240,22 @@ def in_cross_replica_context() -> bool:
 
 def require_cross_replica(group: ReplicaGroup, call: str) -> Frame:
     """Return the frame if ``call`` of this group is legal here, else raise."""
-    frame = current()
-    if _stack.frames and frame.group is not group:
+    frames = _stack.frames
+    frame = frames[-1] if frames else _defaults[0]
+    if frames and frame.group is not group:
         raise RuntimeError(
             f"{call}: Mixing different Strategy objects: {frame.group} is not "
             f"{group}. Leave the scope of the first one, or make the call on "
             "`mpidist.get_strategy()`"
         )
-    if frame.level is Level.REPLICA and _stack.frames:
+    if frame.level is Level.REPLICA and frames:
         raise RuntimeError(
             f"{call}: Method requires being in cross-replica context, use "
             f"get_replica_context().merge_call(). This code runs {frame.level.value}: "
             f"{_instead(call)}"
         )
-    note_use(group, call)
+    if not _stack.used:
+        note_use(group, call)
     return frame
 
 

@@ -302,8 +302,8 @@ class Variable(ArrayLike, Registered):
             storage = self._storage
             if not storage.on_read:
                 return storage.view
-            frame = self._check_frame("reading")
-            if frame is None:
+            frame = context.current()
+            if self._is_local("reading", frame):
                 return storage.view
             if frame.level is not context.Level.REPLICA or not context.has_strategy():
                 require_readable(storage)
@@ -474,14 +474,13 @@ class Variable(ArrayLike, Registered):
         """
         return self._scatter("update", sparse_delta)
 
-    def _check_frame(self, how: str) -> context.Frame | None:
-        """Return the frame that applies to a call; None if only this copy matters."""
-        frame = context.current()
+    def _is_local(self, how: str, frame: context.Frame) -> bool:
+        """Return whether a call concerns only this copy; raise if it is not legal."""
         group = self._storage.group
         if not group.is_mpi:
             if how != "reading":
                 check_plain_write(self._storage, how, frame)
-            return None
+            return True
         if frame.group is not group and context.has_strategy():
             raise RuntimeError(
                 f"Variable.{how}: Mixing different Strategy objects: Variable "
@@ -489,17 +488,15 @@ class Variable(ArrayLike, Registered):
                 "current strategy; make the variable in the scope of the strategy that "
                 "uses it"
             )
-        if frame.level is context.Level.UPDATE:
-            return None
-        return frame
+        return frame.level is context.Level.UPDATE
 
     def _write(self, how: Assignment, value: Nest, read_value: bool) -> Variable | None:
         try:
-            frame = self._check_frame(how)
-            if frame is None:
+            frame = context.current()
+            if self._is_local(how, frame):
                 storage = self._storage
                 prepared = storage.prepare(how, value)
-                self._record()
+                self._record(frame)
                 storage.apply(how, prepared)
             elif frame.level is context.Level.REPLICA and context.has_strategy():
                 self._policy.write(self._storage, how, value)
@@ -514,8 +511,8 @@ class Variable(ArrayLike, Registered):
     @interruptions.tells("Variable.scatter", operator.attrgetter("_storage.group"))
     def _scatter(self, how: Scatter, value: Nest) -> Variable:
         call = f"scatter_{how}"
-        frame = self._check_frame(call)
-        storage = self._storage
+        frame, storage = context.current(), self._storage
+        is_local = self._is_local(call, frame)
         if storage.on_read:
             ON_READ.scatter(storage, how, value)
         combining = (VariableAggregation.SUM, VariableAggregation.MEAN)
@@ -525,9 +522,9 @@ class Variable(ArrayLike, Registered):
                 f"{self.aggregation.name}; make the variable with aggregation=NONE "
                 "(and write in cross-replica context) or ONLY_FIRST_REPLICA"
             )
-        if frame is None:
+        if is_local:
             indices, rows = storage.prepare_slices(how, value)
-            self._record()
+            self._record(frame)
             storage.apply_slices(how, indices, rows)
         elif frame.level is context.Level.REPLICA and context.has_strategy():
             self._policy.scatter(storage, how, value)
@@ -535,9 +532,8 @@ class Variable(ArrayLike, Registered):
             dispatch.perform(storage.group, "scatter_variable", self, how, value)
         return self
 
-    def _record(self) -> None:
+    def _record(self, frame: context.Frame) -> None:
         """Tell the running update, if any, that this copy is written."""
-        frame = context.current()
         storage = self._storage
         mirrored = not storage.on_read
         if frame.written is not None and mirrored and frame.group is storage.group:

@@ -474,18 +474,6 @@ def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.one_size
-def test_the_wait_for_the_stream_of_a_buffer_is_missed(monkeypatch, new_strategy):
-    """Buffers that are kept are packed on one stream after another."""
-    monkeypatch.setattr(
-        backend, "continue_from", lambda stream: backend.current_stream()
-    )
-    orders = [("random", seed) for seed in range(2, 30)]
-    found = found_by(monkeypatch, new_strategy, ["nccl"], of_strategy, orders)
-    assert found is not None
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.one_size
 def test_nccl_on_another_stream_is_missed(monkeypatch, new_strategy):
     """The null stream in the place of the current one."""
 
