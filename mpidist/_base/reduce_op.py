@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from mpidist._base.variable_enums import VariableAggregation
 
@@ -46,6 +48,39 @@ class ReduceOp(enum.Enum):
             "and MEAN have one"
         )
 
+
+MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
+"""How two values become one: an operation of MPI and of the core."""
+
+COMBINE: Final[dict[MPIOp, np.ufunc]] = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+}
+
+
+class Rule(NamedTuple):
+    """What an operation does; `docs/architecture.md` says what else a new one needs.
+
+    Attributes:
+        combining: what it does with two values at a time. A mean is a sum, divided.
+        numpy: the function of NumPy and CuPy that does it with the array of a replica.
+        idempotent: whether values that are the same on all replicas give that value.
+    """
+
+    combining: MPIOp
+    numpy: Literal["sum", "prod", "min", "max"]
+    idempotent: bool
+
+
+RULES: Final = {
+    ReduceOp.SUM: Rule("SUM", "sum", idempotent=False),
+    ReduceOp.MEAN: Rule("SUM", "sum", idempotent=True),
+    ReduceOp.MIN: Rule("MIN", "min", idempotent=True),
+    ReduceOp.MAX: Rule("MAX", "max", idempotent=True),
+    ReduceOp.PROD: Rule("PROD", "prod", idempotent=False),
+}
 
 _FUNCTIONS: Final = (
     "; functions are for `all_reduce(function, value)` in a replica function, and for "

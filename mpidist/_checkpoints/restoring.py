@@ -33,7 +33,7 @@ from mpidist._checkpoints.items import (
 )
 from mpidist._checkpoints.reader import CheckpointFiles
 from mpidist._checkpoints.state_json import Json, State, host_copy
-from mpidist._values.variable import policy_of, storage_of
+from mpidist._values.variable import storage_of
 
 _MOST_NAMES: Final = 20  # in a message
 
@@ -293,8 +293,7 @@ def put(
 def _prepared(item: VariableItem, x: HostArray) -> Array:
     """Return what a variable's copy here is to be, on its device."""
     storage = storage_of(item.variable)
-    policy = policy_of(item.variable)
-    value: Array = policy.own_part(storage, storage.prepare("assign", x))
+    value: Array = storage.own_part(storage.prepare("assign", x))
     return value
 
 

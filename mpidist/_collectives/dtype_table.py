@@ -35,19 +35,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist._base import backend
-from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.reduce_op import RULES, MPIOp, ReduceOp
 from mpidist._base.types import Array, DType
-from mpidist._mpi.buffers import COMBINE, MPIOp
 
 Encoding = Literal["none", "cast", "order", "bool"]
 
 # Also of CuPy arrays, which NumPy's types do not know.
 _divide: Final[Callable[..., object]] = np.true_divide
-# A mean is a sum that is divided.
-_COMBINING: Final[dict[ReduceOp, MPIOp]] = {
-    **{ReduceOp(name): name for name in COMBINE},
-    ReduceOp.MEAN: "SUM",
-}
 _LEAST_INTEGER: Final = 4  # bytes of the smallest that every MPI adds as NumPy does
 _INTEGER_OF_SIZE: Final[dict[int, DType]] = {
     4: np.dtype(np.int32),
@@ -80,7 +74,7 @@ class Reduction:
     @property
     def combining(self) -> MPIOp:
         """The operation by which values of ranks are combined, two at a time."""
-        return _COMBINING[self.op]
+        return RULES[self.op].combining
 
     @property
     def compressible(self) -> bool:
@@ -88,7 +82,7 @@ class Reduction:
 
         Means of integers may not, which travel as float64.
         """
-        floats = self.dtype.kind == "f" or backend.is_bfloat16(self.dtype)
+        floats = backend.number_kind(self.dtype) == "f"
         return floats and self.mpi == "SUM" and self.wire.itemsize in (4, 8)
 
     def encode(self, x: Array, out: Array | None = None) -> Array:
@@ -167,11 +161,11 @@ def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
             wire=np.dtype(compute if wire is None else wire),
             result=np.dtype(dtype if result is None else result),
             encoding=encoding,
-            mpi=mpi or _COMBINING[op],
+            mpi=mpi or RULES[op].combining,
         )
 
     extreme = op in (ReduceOp.MIN, ReduceOp.MAX)
-    kind = "f" if backend.is_bfloat16(dtype) else dtype.kind
+    kind = backend.number_kind(dtype)
     if kind == "b":
         if not extreme:
             raise TypeError(

@@ -22,19 +22,13 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.environment import AllReduceChoice
 from mpidist._base.memory import LINE, leak, round_up
+from mpidist._base.reduce_op import COMBINE
+from mpidist._base.reduce_op import MPIOp as MPIOp
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
-MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
-
-COMBINE: Final[dict[MPIOp, np.ufunc]] = {
-    "SUM": np.add,
-    "PROD": np.multiply,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-}
 
 # MPI 3 counts in C ints.
 _MOST_BYTES: Final = 2**31 - 2**20

@@ -8,21 +8,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.reduce_op import RULES, ReduceOp
 from mpidist._base.types import Array, DType, Nest
 from mpidist._collectives import dtype_table
 from mpidist._collectives.collectives import Collectives
 
 _CALL = "Strategy.reduce"
 _NO_AXES: Final = "; each replica has a number, which has no axes: write `axis=None`"
-# The function of NumPy and CuPy that reduces the array of one replica.
-_FUNCTIONS: Final = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.MEAN: "sum",
-    ReduceOp.PROD: "prod",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-}
 
 
 class Partial(NamedTuple):
@@ -69,7 +61,7 @@ def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
                 f"{backend.describe(x)}, got axis={axis}{'' if x.ndim else _NO_AXES}"
             )
     xp = backend.module_of(x)
-    function = getattr(xp, _FUNCTIONS[op])
+    function = getattr(xp, RULES[op].numpy)
     count = math.prod(x.shape[axis] for axis in axes)
     if op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD):
         result = function(x, axis=axes, dtype=entry.compute)
@@ -100,7 +92,7 @@ def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> lis
     Raises:
         ValueError: for MIN and MAX, if no replica has any elements.
     """
-    how = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    how = ReduceOp(RULES[op].combining)
     call = f"{_CALL} {op.name} over axes"
     arrays = [part.array for part in parts]
     counts = np.array([part.elements for part in parts], np.int64)

@@ -15,7 +15,7 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
-from mpidist._base.reduce_op import ReduceFunction, ReduceOp, as_reduce_op
+from mpidist._base.reduce_op import RULES, ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
@@ -45,8 +45,6 @@ from mpidist._values.variable import Variable, storage_of
 
 _LEAF: Final = str(nest.flatten(None)[1])
 _LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
-# For a value that is the same on all replicas, these operations are the identity.
-_IDEMPOTENT: Final = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 @dispatch.operation("call_for_each_replica")
@@ -160,7 +158,7 @@ def _reduce_others(
         if differs(leaf):
             moving.append(i)
             continue
-        if not (isinstance(leaf, kept) and op in _IDEMPOTENT):
+        if not (isinstance(leaf, kept) and RULES[op].idempotent):
             results[i] = _reduce_same(group, op, leaf, axes, call)
         if not is_same(group, leaf):
             plain.append(to_plain(own_component(leaf)))
@@ -182,7 +180,7 @@ def _reduce_same(
         )
     if not group.is_mpi and axes is None:
         return own_component(leaf)  # one replica: no wrapping needed
-    if op not in _IDEMPOTENT and group.is_mpi:
+    if not RULES[op].idempotent and group.is_mpi:
         raise ValueError(
             f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
             f"with the given reduce op ReduceOp.{op.name}. It is not per replica, so "

@@ -1,33 +1,45 @@
-"""This rank's copy of a variable, and what changes it.
+"""A replica's copy of a variable: what changes it, and when copies are combined.
 
-Nothing here communicates. `synchronization` determines when copies are combined, and
-`Variable` is the public face of both.
+`VariableStorage` is of a mirrored variable: the replicas' values are combined before
+they are written. `OnReadStorage` combines the copies when they are read. `Variable` is
+the public face of both.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Final, Literal, NoReturn
 
 import numpy as np
 
 from mpidist._base import backend, checksums, indexed_slices
-from mpidist._base.indexed_slices import Scatter
+from mpidist._base.errors import level_of_caller
+from mpidist._base.indexed_slices import IndexedSlices, Scatter
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.threads import ReplicaLocal
 from mpidist._base.types import Array, Nest
-from mpidist._base.variable_enums import VariableSynchronization
+from mpidist._base.variable_enums import VariableAggregation
+from mpidist._runtime.context import Frame, Level
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import Attributes, Target, convert, convert_slices
+from mpidist._values.distributed import PerReplica, own_component
 
 Assignment = Literal["assign", "assign_add", "assign_sub"]
 
 _NO_KEY: Final = (0, 0)
+_OPERATION: Final = {
+    VariableAggregation.SUM: ReduceOp.SUM,
+    VariableAggregation.MEAN: ReduceOp.MEAN,
+}
 
 
 class VariableStorage:
     """This rank's copy of a variable, its attributes, and how it is changed.
 
-    A `mpidist.Variable` has one; other rooms get it by `variable.storage_of`. Its
-    fields are public in the package, and only the methods here write to the array.
+    All copies are always equal: the replicas' values are combined before they are
+    written. A `mpidist.Variable` has one; other rooms get it by `variable.storage_of`.
+    Its fields are public in the package, and only the methods here write to the array.
 
     Attributes:
         group: the replicas that have a copy.
@@ -40,13 +52,13 @@ class VariableStorage:
         retired: why it cannot be used any more; "" while it can.
     """
 
+    on_read: bool = False
     __slots__ = (
         "array",
         "attributes",
         "fingerprint",
         "group",
         "key",
-        "on_read",
         "retired",
         "view",
     )
@@ -57,9 +69,6 @@ class VariableStorage:
         """Copy ``value`` to the device of this rank's replica."""
         self.group = group
         self.attributes = attributes
-        self.on_read: bool = (
-            attributes.synchronization is VariableSynchronization.ON_READ
-        )
         # A separate copy: the user keeps the initial array. In C order on all ranks,
         # because the last bits of a sum, for example, depend on the order.
         host = np.array(backend.to_host(value), order="C")
@@ -140,3 +149,191 @@ class VariableStorage:
     def apply_slices(self, how: Scatter, indices: Array, rows: Array) -> None:
         """Change rows of the array; the rest is what `prepare_slices` has returned."""
         indexed_slices.scatter(self.array, how, indices, rows)
+
+    # --- on all ranks -----------------------------------------------------------------
+
+    def read(self) -> Array:
+        """Return the value of the variable."""
+        return self.view
+
+    def write(self, how: Assignment, value: Nest) -> None:
+        """Write in a replica context: combine, then change every copy. Collective."""
+        _require_aggregation(self, how)
+        call = self.describe_call(how)
+        collectives = self.group.collectives
+        aggregation = self.attributes.aggregation
+        try:
+            # Treat a PerReplica that the function closes over as an argument.
+            own = own_component(value) if isinstance(value, PerReplica) else value
+            prepared = self.prepare(how, own)
+        except Exception as error:
+            collectives.invalid(call, error)
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            combined = collectives.broadcast(prepared, call=call)
+        else:
+            combined = self.group.all_reduce(
+                _OPERATION[aggregation], prepared, call=call
+            )
+        self.apply(how, combined)
+
+    def scatter(self, how: Scatter, value: Nest) -> None:
+        """Write rows in a replica context, as `write` does. Collective."""
+        call = self.describe_call(f"scatter_{how}")
+        _require_aggregation(self, f"scatter_{how}")
+        collectives = self.group.collectives
+        aggregation = self.attributes.aggregation
+        try:
+            indices, rows = self.prepare_slices(how, value)
+        except Exception as error:
+            collectives.invalid(call, error)
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            indices, rows = collectives.share(lambda: [indices, rows], call)
+        else:
+            own = IndexedSlices(rows, indices)
+            both = self.group.all_reduce(_OPERATION[aggregation], own, call=call)
+            indices, rows = both.indices, both.values
+        self.apply_slices(how, indices, rows)
+
+    def store(self, how: Assignment, value: Array) -> None:
+        """Write a value that all ranks have, in cross-replica context."""
+        self.apply(how, value)
+
+    def own_part(self, value: Array) -> Array:
+        """Return what this rank's copy is if ``value`` is assigned on all ranks."""
+        return value
+
+
+class OnReadStorage(VariableStorage):
+    """Each replica writes its own copy; cross-replica reading combines them."""
+
+    on_read: bool = True
+    __slots__ = ()
+
+    def read(self) -> Array:
+        """Return all copies combined, in a new array. Collective."""
+        collectives, array = self.group.collectives, self.array
+        aggregation = self.attributes.aggregation
+        call = self.describe_call(
+            "reading, which all ranks have to do since it is ON_READ,"
+        )
+        result: Array
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            result = collectives.broadcast(array, call=call)
+        else:
+            result = self.group.all_reduce(_OPERATION[aggregation], array, call=call)
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False  # as for other variables; no copy changes
+        return result
+
+    def write(self, how: Assignment, value: Nest) -> None:
+        """Write the own copy in a replica context, without communication."""
+        if isinstance(value, PerReplica):
+            value = own_component(value)
+        self.apply(how, self.prepare(how, value))
+
+    def scatter(self, how: Scatter, value: Nest) -> NoReturn:
+        """Raise: not supported, as in TensorFlow."""
+        raise NotImplementedError(
+            f"Variable {self.name!r}.scatter_{how}: ON_READ variables have no "
+            "scatter operations; write `variable.assign(new)`, where `new` is a copy "
+            "of `variable.read_value()` that has been changed"
+        )
+
+    def store(self, how: Assignment, value: Array) -> None:
+        """Write in cross-replica context, so that reading returns the written value."""
+        if self.attributes.aggregation is not VariableAggregation.SUM:
+            self.apply(how, value)
+            return
+        group = self.group
+        if how == "assign":
+            self.apply(how, self.own_part(value))
+        elif group.replica_id == 0:
+            self.apply(how, value)  # to one copy: the sum changes by it
+
+    def own_part(self, value: Array) -> Array:
+        """Return what this rank's copy is if ``value`` is assigned on all ranks."""
+        if self.attributes.aggregation is not VariableAggregation.SUM:
+            return value
+        group = self.group
+        share: Array = _share_of(value, group.replica_id, group.num_replicas)
+        return share
+
+
+def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
+    """Return a replica's share of a sum. Shares of integers add up exactly."""
+    # An array, as the result is: NumPy's types of its functions know no CuPy arrays.
+    if value.dtype.kind not in "iu":
+        return value / value.dtype.type(num_replicas)
+    # The number of replicas may exceed the range of an int8.
+    wide = value.dtype if value.dtype.itemsize == 8 else np.dtype(np.int64)
+    quotient, rest = np.divmod(value.astype(wide), wide.type(num_replicas))
+    return (quotient + (rest > replica_id)).astype(value.dtype)
+
+
+def _require_aggregation(storage: VariableStorage, how: str) -> None:
+    if storage.attributes.aggregation is VariableAggregation.NONE:
+        raise ValueError(
+            f"Variable {storage.name!r}.{how}: You must specify an aggregation "
+            "method to update a mirrored variable in a replica context, since each "
+            "replica may have another value. Write `Variable(..., aggregation="
+            "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
+            "or assign in cross-replica context: after `strategy.run`, or in a "
+            "`merge_call`"
+        )
+
+
+def require_readable(storage: VariableStorage) -> None:
+    """Raise if the copies of an ON_READ variable cannot be combined.
+
+    Raises:
+        ValueError: if its aggregation is NONE.
+    """
+    if storage.attributes.aggregation is VariableAggregation.NONE:
+        raise ValueError(
+            f"Variable {storage.name!r}: an ON_READ variable with aggregation=NONE "
+            "has no one value in cross-replica context, since nothing says how to "
+            "combine its copies. Read it in a replica function, write "
+            "`strategy.experimental_local_results(variable)`, or make it with "
+            "aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
+        )
+
+
+_names: ReplicaLocal[list[str]] = ReplicaLocal(list)  # of what a warning has named
+
+
+def check_plain_write(storage: VariableStorage, how: str, frame: Frame) -> None:
+    """Warn once, or raise, if replicas write a variable made outside every scope.
+
+    Each process has one of its own then; the scope may have been forgotten.
+
+    Args:
+        storage: of the variable.
+        how: the name of the method of `Variable`.
+        frame: where it is called.
+
+    Raises:
+        RuntimeError: if it has an aggregation, which nothing would do.
+    """
+    if frame.level is not Level.REPLICA or frame.group.num_replicas == 1:
+        return
+    attributes = storage.attributes
+    call = f"Variable {attributes.name!r}.{how}: this variable was made outside every"
+    if attributes.aggregation is not VariableAggregation.NONE:
+        raise RuntimeError(
+            f"{call} scope, so each process has one of its own, and nothing would "
+            f"combine the replicas' values by {attributes.aggregation.name}; make it "
+            "in `with strategy.scope():`, or with aggregation=NONE if each process is "
+            "to have its own"
+        )
+    # ON_READ says that each replica has its own value.
+    if storage.on_read or _names.get():
+        return
+    _names.get().append(attributes.name)
+    warnings.warn(
+        f"[rank {frame.group.replica_id}] {call} scope, so each of the "
+        f"{frame.group.num_replicas} replicas writes one of its own, and their values "
+        "may differ; make it in `with strategy.scope():`, or with synchronization="
+        '"ON_READ" if each process is to have its own',
+        RuntimeWarning,
+        stacklevel=level_of_caller(),
+    )

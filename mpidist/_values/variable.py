@@ -24,16 +24,15 @@ from mpidist._values.arguments import Attributes, check_attributes, initial_arra
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import Internal, by_creators
 from mpidist._values.reference import Reference
-from mpidist._values.storage import Assignment, VariableStorage
-from mpidist._values.synchronization import (
-    ON_READ,
-    ON_WRITE,
-    OnRead,
-    OnWrite,
+from mpidist._values.storage import (
+    Assignment,
+    OnReadStorage,
+    VariableStorage,
     check_plain_write,
     require_readable,
 )
 
+_ON_READ: Final = VariableSynchronization.ON_READ
 _OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
 
 
@@ -102,7 +101,6 @@ class Variable(ArrayLike, Registered):
     """
 
     _storage: VariableStorage
-    _policy: OnWrite | OnRead
 
     @interruptions.tells("Variable(...)", lambda _: context.current().group)
     @explain_keywords("Variable")
@@ -148,8 +146,9 @@ class Variable(ArrayLike, Registered):
         """Create this rank's copy, and draw the key."""
         group, value = given.group, given.value
         with group.guard.payload():  # the other ranks have it, and count it
-            self._storage = storage = VariableStorage(group, given.attributes, value)
-            self._policy = ON_READ if storage.on_read else ON_WRITE
+            on_read = given.attributes.synchronization is _ON_READ
+            make = OnReadStorage if on_read else VariableStorage
+            self._storage = storage = make(group, given.attributes, value)
             registry = group.registry
             storage.key = (registry.next_key(), 0)
             registry.add(storage.key, self)
@@ -310,7 +309,7 @@ class Variable(ArrayLike, Registered):
                 return dispatch.perform(storage.group, "read_variable", self)
             if frame.sync_on_read:
                 require_readable(storage)
-                return ON_READ.read(storage)
+                return storage.read()
             return storage.view
         except BaseException as error:
             interruptions.left(self._storage.group, "Variable.value", error)
@@ -499,7 +498,7 @@ class Variable(ArrayLike, Registered):
                 self._record(frame)
                 storage.apply(how, prepared)
             elif frame.level is context.Level.REPLICA and context.has_strategy():
-                self._policy.write(self._storage, how, value)
+                self._storage.write(how, value)
             else:
                 group = self._storage.group
                 dispatch.perform(group, "assign_variable", self, how, value)
@@ -514,7 +513,7 @@ class Variable(ArrayLike, Registered):
         frame, storage = context.current(), self._storage
         is_local = self._is_local(call, frame)
         if storage.on_read:
-            ON_READ.scatter(storage, how, value)
+            storage.scatter(how, value)
         combining = (VariableAggregation.SUM, VariableAggregation.MEAN)
         if how in ("min", "max", "update") and self.aggregation in combining:
             raise NotImplementedError(
@@ -527,7 +526,7 @@ class Variable(ArrayLike, Registered):
             self._record(frame)
             storage.apply_slices(how, indices, rows)
         elif frame.level is context.Level.REPLICA and context.has_strategy():
-            self._policy.scatter(storage, how, value)
+            storage.scatter(how, value)
         else:
             dispatch.perform(storage.group, "scatter_variable", self, how, value)
         return self
@@ -551,11 +550,6 @@ def set_up(variable: Variable, copy: InitialCopy) -> None:
     """Complete a variable whose constructor runs: for the operation that creates it."""
     variable._set_up(copy)
 
-
-policy_of: Final[Callable[[Variable], OnWrite | OnRead]] = operator.attrgetter(
-    "_policy"
-)
-"""Return when a variable's copies are combined: for other rooms."""
 
 array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.array")
 """Return this rank's copy of a variable, for changing it in place.

@@ -12,11 +12,9 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import Attributes
 from mpidist._values.locality import is_same
 from mpidist._values.storage import Assignment
-from mpidist._values.synchronization import ON_READ
 from mpidist._values.variable import (
     InitialCopy,
     Variable,
-    policy_of,
     set_up,
     storage_of,
 )
@@ -52,7 +50,7 @@ def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variab
 @dispatch.operation("read_variable")
 def _read_variable(group: ReplicaGroup, variable: Variable) -> Array:
     """Return the combined copies of an ON_READ variable. Collective."""
-    return ON_READ.read(storage_of(variable))
+    return storage_of(variable).read()
 
 
 @dispatch.operation("assign_variable")
@@ -70,7 +68,7 @@ def _assign_variable(
     if collectives.guard.checks and not is_same(group, value):
         text += f" = {checksums.summarize(prepared)}"
     collectives.guard.agree(Call(text))
-    policy_of(variable).store(storage, how, prepared)
+    storage.store(how, prepared)
 
 
 @dispatch.operation("scatter_variable")
