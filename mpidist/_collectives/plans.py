@@ -103,19 +103,24 @@ class Plans:
         if options is not None and type(options) is not CommunicationOptions:
             return self._first_time(op, tree, options, call, root)  # which refuses it
         kind = type(tree)
-        if kind is np.ndarray or kind in _NUMBERS:
-            x = tree if kind is np.ndarray else np.asarray(tree)
-            how: Key = (call, op._name_, options, root, None)
-            of_call = self.cache.get(how)
-            plan = None if of_call is None else of_call.get((x.dtype, x.shape))
-            if plan is None or (kind is int and x.dtype.kind != "i"):
+        how: Key
+        if kind in _NUMBERS:
+            x = np.asarray(tree)
+            of_call = self.cache.get((call, op._name_, options, root, kind))
+            if of_call is None or (kind is int and x.dtype.kind != "i"):
                 return self._first_time(op, tree, options, call, root)
             timeout = None if options is None else self._timeout_of(options)
-            if x is not tree:
-                return _as_number(plan([x], None, timeout)[0], kind)
+            return _as_number(of_call.last([x], None, timeout)[0], kind)
+        if kind is np.ndarray:
+            how = (call, op._name_, options, root, None)
+            of_call = self.cache.get(how)
+            plan = None if of_call is None else of_call.get((tree.dtype, tree.shape))
+            if plan is None:
+                return self._first_time(op, tree, options, call, root)
+            timeout = None if options is None else self._timeout_of(options)
             if (call, options, root) == _USUAL:
                 self._quick.keep(op, tree, plan)
-            return plan([x], None, timeout)[0]
+            return plan([tree], None, timeout)[0]
         try:
             leaves, structure = nest.flatten(tree)
             timeout = self._timeout_of(options)
@@ -154,8 +159,7 @@ class Plans:
                 return self._reduce_slices(op, tree, options, call, root)
             pairs = [backend.as_array(leaf, call) for leaf in leaves]
             arrays = [array for array, _ in pairs]
-            alone = len(leaves) == 1 and leaves[0] is tree
-            how = (call, op._name_, options, root, None if alone else structure)
+            how = (call, op._name_, options, root, _form_of(tree, structure, arrays))
             plan = self._find(how, op, structure, arrays, call, merged, root)
         except Exception as error:
             self._resources.invalid(call, error)
@@ -250,6 +254,14 @@ def _describe(arrays: list[Array]) -> Key:
         if not isinstance(x, np.ndarray):
             found[-1] = (*x.shape, "on a device")
     return tuple(found)
+
+
+def _form_of(tree: Nest, structure: nest.Structure, arrays: list[Array]) -> object:
+    """Return what a plan is kept by beside its leaves; a number's type says all."""
+    kind = type(tree)
+    if kind in _NUMBERS and arrays[0].dtype.kind != "u":  # large ints are others
+        return kind
+    return None if structure.is_leaf else structure
 
 
 def _as_number(x: HostArray | None, kind: type) -> Any:
