@@ -138,13 +138,6 @@ class SharedState(CallState):
         self._timeout = self.timeout_seconds if timeout is None else timeout
         return int(self._timeout * 1000)
 
-    def begin(self, call: Call, timeout: float | None = None) -> int:
-        """Say which call this rank is in, and how long it waits; see `set_timeout`."""
-        self._previous_call, self._call = self._call, call
-        # As `set_timeout`, without a call: this is in the path of every call.
-        self._timeout = self.timeout_seconds if timeout is None else timeout
-        return int(self._timeout * 1000)
-
     def settle(self) -> None:
         """Wait for the calls that were begun, before another one is made.
 

@@ -18,16 +18,15 @@ What a header can find:
 Every rank's last completed header is the same, which is why the message can say
 what a missing rank called last without having heard from it.
 
-There are two ways to break off: `Guard.fail` before anything of a call has moved (all
-ranks raise, and go on), and `Guard.abandon`, or the context `Guard.payload`, after that
-(`breakdown`).
+There are two ways to break off: before anything of a call has moved `Guard.fail` (all
+ranks raise, and go on), after that `Guard.abandon` or `Guard.payload` (`breakdown`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final
 
 from mpidist._agreement.breakdown import Breakdown, Payload, State
 from mpidist._agreement.call_state import SharedState
@@ -44,17 +43,9 @@ from mpidist._agreement.channel import (
 from mpidist._agreement.mismatch import Call, ErrorKind
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
-from mpidist._base.errors import (
-    CollectiveError,
-    is_interruption,
-    on_rank,
-    was_told,
-)
+from mpidist._base.errors import CollectiveError, is_interruption, on_rank, was_told
 from mpidist._mpi.communicator import AnyCommunicator
 from mpidist._timeline.observer import NOTHING
-
-_R = TypeVar("_R")
-
 
 _UNSETTLED: Final = (AGAIN, LEFT)
 
@@ -70,8 +61,7 @@ class Guard(SharedState):
         enabled: whether calls are compared.
 
     Attributes:
-        rank: this one.
-        enabled: as said above.
+        rank: of this process.
         breakdown: whether calls can still be made, and what happens when they cannot.
         waits: of this rank for the others.
         reports: of the ranks, if their calls differ.
@@ -195,6 +185,13 @@ class Guard(SharedState):
         self._agree(call, offset=offset, timeout=timeout)
         return bool(self.channel.verdict[3])
 
+    def begin(self, call: Call, timeout: float | None = None) -> int:
+        """Say which call this rank is in, and how long it waits; see `set_timeout`."""
+        self._previous_call, self._call = self._call, call
+        # As `set_timeout`, without a call: this is in the path of every call.
+        self._timeout = self.timeout_seconds if timeout is None else timeout
+        return int(self._timeout * 1000)
+
     def enter(self, call: Call, timeout: float | None = None) -> int:
         """Begin a call whose header the caller exchanges itself, with a payload.
 
@@ -289,8 +286,7 @@ class Guard(SharedState):
         """Raise if this rank cannot make a collective call now."""
         self.settle()
         breakdown = self.breakdown
-        if self._cut_off and not breakdown.why:
-            # There was no frame left for `abandon`.
+        if self._cut_off and not breakdown.why:  # no frame was left for `abandon`
             self.abandon(None, RecursionError())
         if breakdown.why:
             raise breakdown.error()

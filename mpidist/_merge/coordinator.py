@@ -88,7 +88,6 @@ class Coordinator:
                     content, arrays = self._writer.write(result, named=False)
                     guard.set_alone(False)
                     self._send("return", content)
-            guard.set_alone(False)
         except BaseException as error:
             guard.set_alone(False)
             if self._several:
@@ -142,7 +141,8 @@ class Coordinator:
             if arrays:
                 self._together(self._group.collectives.send_arrays, arrays, name)
             result = self._execute(name, args)
-            self.watch(result)
+            if result is not None:
+                self.watch(result)
             return result
         except BaseException as error:
             self._interrupted(name, error)
@@ -184,7 +184,7 @@ class Coordinator:
 
     def watch(self, tree: Nest) -> None:
         """Tell the followers when rank 0 drops one of these values."""
-        for leaf in () if tree is None else nest.flatten(tree)[0]:
+        for leaf in nest.flatten(tree)[0]:
             if isinstance(leaf, DistributedValues):
                 self._registry.watch(leaf, self._dropped)
 
