@@ -2,7 +2,9 @@
 
 import numpy as np
 
+import mpidist
 from mpidist._collectives import pool as _pool
+from mpidist._strategy.strategy import group_of
 
 
 def test_memory_in_use_is_not_given_away():
@@ -46,3 +48,25 @@ def test_what_a_pool_keeps_is_limited():
     assert whole.nbytes == pool.nbytes == 2**20
     assert pool.empty((2**18,), np.dtype(float)).base is None
     assert _pool.Pool(0).empty((2**17,), np.dtype(float)).base is None
+
+
+def test_what_packing_needs_is_limited_too():
+    """A leaf larger than a bucket, for one rank: once it was kept for ever."""
+    limit, size = 2**20, 2**18
+
+    def program():
+        strategy = mpidist.MPIStrategy()
+        group = group_of(strategy)
+        pool = group.collectives.resources.pool
+        pool.limit = limit
+        to_first = strategy.extended.worker_devices[0]
+        totals = []
+        for count in (size, 2**14):  # of more bytes than the limit, and of fewer
+            value = strategy.run(np.ones, args=(count,))
+            total = strategy.extended.reduce_to("SUM", value, to_first)
+            totals.append(None if total is None else total.sum())
+        return totals, pool.nbytes
+
+    found = mpidist.testing.run(2, program)
+    assert [totals for totals, _ in found] == [[2 * size, 2 * 2**14], [None, None]]
+    assert all(0 < nbytes <= limit for _, nbytes in found)
