@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import warnings
 from typing import Final, Literal
 
 Compression = Literal["none", "fp16", "bf16"]
@@ -139,7 +140,13 @@ class CommunicationOptions:
 def CollectiveHints(  # noqa: N802 - TensorFlow's name
     bytes_per_pack: int = 0, timeout_seconds: float | None = None
 ) -> CommunicationOptions:
-    """Return `CommunicationOptions`; the older TensorFlow name for them."""
+    """Return `CommunicationOptions`; the deprecated TensorFlow name for them."""
+    warnings.warn(
+        "CollectiveHints is deprecated, as in TensorFlow: write `mpidist.experimental."
+        "CommunicationOptions(...)`",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     return CommunicationOptions(
         bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_seconds
     )

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from mpidist._base import backend, guests, threads
+from mpidist._base import backend, guests, shuffle_seeds, threads
 from mpidist._runtime import context
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist.cluster import this_process
@@ -21,7 +21,8 @@ def seed_all(
 
     Not collective; call it on all ranks, before they draw any. Streams of different
     ranks are independent (`numpy.random.SeedSequence`), so that each rank shuffles,
-    augments and drops out in its own way. Initial values of variables are rank 0's, and
+    augments and drops out in its own way. Shuffles of a `mpidist.data.Dataset` without
+    a seed follow it too, all ranks alike. Initial values of variables are rank 0's, and
     `mpidist.torch.broadcast_parameters` makes those of modules the same.
 
     Libraries that have not been imported are not seeded. JAX has keys instead: pass
@@ -47,6 +48,7 @@ def seed_all(
         raise ValueError(f"seed_all: expected `seed` to be 0 or more, got {number}")
     key = (_rank(strategy),) if per_rank else ()
     sequence = np.random.SeedSequence(number, spawn_key=key)
+    shuffle_seeds.begin(number)
     for_python, for_arrays, for_guests = sequence.generate_state(3).tolist()
     random.seed(for_python)
     backend.seed(for_arrays)

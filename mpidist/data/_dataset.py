@@ -8,14 +8,21 @@ from typing import Final
 
 import numpy as np
 
-from mpidist._base import nest
+from mpidist._base import nest, shuffle_seeds
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
 from mpidist.data import _stages as stages
 from mpidist.data._ahead import AUTOTUNE
 from mpidist.data._batches import Batch, PaddedBatch, Unbatch
 from mpidist.data._combinations import Concatenate, Interleave, Zip
-from mpidist.data._elements import Elements, as_call, as_calls, as_count, stage_of
+from mpidist.data._elements import (
+    Elements,
+    as_call,
+    as_calls,
+    as_count,
+    as_seed,
+    stage_of,
+)
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
 from mpidist.data._sources import Range
 from mpidist.data._stage import INFINITE, Stage
@@ -63,8 +70,11 @@ class Dataset(Elements):
         Args:
             buffer_size: the size of the buffer; 1: the order stays. None, or
                 `UNKNOWN_CARDINALITY`: a buffer for all elements.
-            seed: 0 or more. None: 0, where TensorFlow takes another one in each run;
-                the ranks, and a run that continues, need the same one.
+            seed: 0 or more. None: the next one of a sequence that is the same on all
+                ranks and in each run, so that datasets are shuffled independently;
+                `mpidist.seed_all` begins another sequence. Ranks must then make the
+                same datasets, in the same order. 0 in a function that runs while
+                elements are read, such as that of `interleave`.
             reshuffle_each_iteration: whether each iteration over the dataset, and each
                 round of a later `repeat`, has a different order; None: True.
             name: accepted.
@@ -94,7 +104,7 @@ class Dataset(Elements):
                 "after the other, so they are shuffled in a buffer; write "
                 "`shuffle(buffer_size, seed=seed)`"
             )
-        seed = 0 if seed is None else as_count("shuffle", "seed", seed, least=0)
+        seed = as_seed("shuffle", seed)
         anew = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
         first = "" if size is None else f"{size}, "
         call = f"shuffle({first}seed={seed}{'' if anew else ', always in one order'})"
@@ -286,7 +296,8 @@ class Dataset(Elements):
             readers = cycle
 
         def open_one(*element: Nest) -> Stage:
-            made = map_func(*element)
+            with shuffle_seeds.reading:
+                made = map_func(*element)
             expect(
                 isinstance(made, Dataset),
                 "Dataset.interleave",

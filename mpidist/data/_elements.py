@@ -12,7 +12,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mpidist._base import backend, nest
+from mpidist._base import backend, nest, shuffle_seeds
 from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
@@ -43,6 +43,13 @@ FilePattern: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str
 def as_count(method: str, name: str, value: Any, *, least: int) -> int:
     """Return an int, given one, or a 0-d array of one."""
     return as_int(f"Dataset.{method}", name, value, least=least)
+
+
+def as_seed(method: str, seed: int | None) -> int:
+    """Return the seed of a shuffle, which need not be given."""
+    if seed is None:
+        return shuffle_seeds.next_seed()
+    return as_count(method, "seed", seed, least=0)
 
 
 def as_calls(method: str, value: object) -> int:
@@ -243,7 +250,7 @@ class Elements(metaclass=_Names):
             raise ValueError(f"Dataset.list_files: no file matches {patterns}")
         stage = slices_of(np.array(sorted(names)))
         if shuffle or (shuffle is None and seed is not None):
-            number = as_count("list_files", "seed", seed or 0, least=0)
+            number = as_seed("list_files", seed)
             stage = Shuffle(stage, f"shuffle(seed={number})", None, number, True)
         return cls(stage)
 
@@ -350,5 +357,5 @@ def stage_of(dataset: Elements) -> Stage:
 for _method in vars(Elements).values():
     if isinstance(_method, classmethod):  # for messages and tracebacks
         _method.__func__.__qualname__ = f"Dataset.{_method.__func__.__name__}"
-explain_attributes(_Names, "Dataset")
-explain_attributes(Elements, "Dataset")
+explain_attributes(_Names, "mpidist.data")
+explain_attributes(Elements, "mpidist.data")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import nest
+from mpidist._base import nest, shuffle_seeds
 from mpidist._base.types import DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
 from mpidist.data._rows import (
@@ -99,6 +99,7 @@ class Range(Stage):
 
 
 _GENERATOR: Final = "Dataset.from_generator"
+_END: Final = object()
 
 
 def _as_declared(spec: ArraySpec, x: Nest) -> HostArray:
@@ -144,7 +145,8 @@ class Generated(Stage):
         self._function, self._args, self._declared = function, args, declared
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
-        made = self._function(*self._args)
+        with shuffle_seeds.reading:
+            made = self._function(*self._args)
         if not hasattr(made, "__iter__"):
             raise TypeError(
                 f"{_GENERATOR}: expected a function that returns an iterable, got "
@@ -152,7 +154,12 @@ class Generated(Stage):
                 "with `yield`"
             )
         try:
-            for element in made:
+            elements = iter(made)
+            while True:
+                with shuffle_seeds.reading:
+                    element = next(elements, _END)
+                if element is _END:
+                    return
                 # A copy, as in tf.data: generators may fill one buffer again and again.
                 yield nest.map_structure(_copied, self._converted(element))
         finally:

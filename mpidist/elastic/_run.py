@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
-from mpidist._base import reporting, threads
+from mpidist._base import reporting, shuffle_seeds, threads
 from mpidist._base.environment import Environment, read_environment
 from mpidist._base.errors import ReplicaLostError, format_ranks
 from mpidist._base.expect import as_int, expect
@@ -194,6 +194,7 @@ class _Survivor:
         self._strategy: weakref.ref[MPIStrategy] | None = None
         self._first = 0  # the commit with which the last round began
         self._idle = 0  # rounds without a death, and without another commit
+        self._shuffles = list(shuffle_seeds.position())
 
     def run(self, train: Callable[[Any, State], _R], state: State) -> _R | None:
         problem = ""
@@ -283,6 +284,8 @@ class _Survivor:
         strategy = self._make_strategy(current.replicas)
         self._strategy = weakref.ref(strategy)
         self._role = Role.RUNNING if placement.commit else Role.STARTING
+        # Datasets are made anew, here and on spares, and must be shuffled alike.
+        shuffle_seeds.position()[:] = self._shuffles
         _begin(storage, strategy, current.vote, placement)
         self._first = storage.number
         self._role = Role.RUNNING

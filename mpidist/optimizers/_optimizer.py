@@ -16,6 +16,7 @@ it is one command, which every rank executes with its own optimizer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -42,7 +43,7 @@ from mpidist.optimizers._arguments import (
 )
 from mpidist.optimizers._gradient_sum import find_plan, sum_gradients
 from mpidist.optimizers._rule import Rule
-from mpidist.optimizers._schedules import LearningRate
+from mpidist.optimizers._schedules import AssignableRate, LearningRate
 from mpidist.optimizers._state import State
 
 _BUILD: Final = "Optimizer.build"
@@ -144,15 +145,17 @@ class Optimizer(Rule):
         return [state.iterations, *(slot for slots in state.slots for slot in slots)]
 
     @property
-    def learning_rate(self) -> float:
+    def learning_rate(self) -> AssignableRate:
         """The learning rate of the next step; assign a number or a function.
 
-        All ranks must assign the same value, and a function must return the same value
+        ``optimizer.learning_rate.assign(value)``, of Keras, does the same. All ranks
+        must assign the same value, and a function must return the same value
         on all of them: `apply_gradients` compares the number. Do not assign inside
         ``merge_fn``, which only rank 0 runs.
         """
         state = self._state
-        return self._rate(0 if state is None else int(state.iterations))
+        rate = self._rate(0 if state is None else int(state.iterations))
+        return AssignableRate(rate, functools.partial(setattr, self, "learning_rate"))
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: LearningRate) -> None:

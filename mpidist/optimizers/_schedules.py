@@ -6,8 +6,28 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Self
 
 LearningRate = float | Callable[[int], float]
+
+
+class AssignableRate(float):
+    """The learning rate of an optimizer, a number with the method of Keras."""
+
+    def __new__(cls, rate: float, assign: Callable[[LearningRate], None]) -> Self:
+        """Make one, given a function that sets that of the optimizer."""
+        made = super().__new__(cls, rate)
+        made._assign = assign
+        return made
+
+    _assign: Callable[[LearningRate], None]
+
+    def assign(self, value: LearningRate) -> None:
+        """Set the learning rate, as ``optimizer.learning_rate = value`` does."""
+        self._assign(value)
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
 
 
 # Functions of this module with their constants: these can be pickled, closures cannot.

@@ -32,7 +32,8 @@ def test_options_by_name_and_hints():
     assert CommunicationOptions(implementation="direct").implementation is (
         CommunicationImplementation.DIRECT
     )
-    assert CollectiveHints(5, 6.0) == CommunicationOptions(5, 6.0)
+    with pytest.warns(DeprecationWarning, match="write `mpidist.experimental.Comm"):
+        assert CollectiveHints(5, 6.0) == CommunicationOptions(5, 6.0)
     assert mpidist.experimental.CollectiveCommunication is CommunicationImplementation
     with pytest.raises(dataclasses.FrozenInstanceError):
         CommunicationOptions().bytes_per_pack = 1

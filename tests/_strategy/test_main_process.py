@@ -47,9 +47,12 @@ def test_output_is_shown_at_once(strategy, rank):
 
 @pytest.mark.processes  # the global generators are those of the process
 def test_seeds_differ_by_rank_and_are_repeated(strategy, rank, size):
+    shuffles = []
+
     def draw(**kwargs):
         generator = mpidist.seed_all(5, **kwargs)
         numbers = random.random(), np.random.random(), generator.random()  # noqa: NPY002
+        shuffles.append(mpidist.data.Dataset.range(9).shuffle(9))
         return everywhere(numbers)
 
     rows = draw(strategy=strategy)
@@ -59,6 +62,8 @@ def test_seeds_differ_by_rank_and_are_repeated(strategy, rank, size):
     assert same == [same[0]] * size
     with strategy.scope():
         assert draw() == rows
+    orders = everywhere([str(list(dataset)) for dataset in shuffles])
+    assert len({order for rank in orders for order in rank}) == 1
 
 
 def test_generators_of_ranks_are_independent(strategy, rank, size):

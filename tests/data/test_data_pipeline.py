@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_data_methods import Pair, lists, map_threads, wait_for_no_thread
 
 import mpidist
+from mpidist._base import shuffle_seeds, threads
 from mpidist.data import ArraySpec, Dataset
 from mpidist.data._ahead import read_ahead
 from mpidist.data._distribute import describe_feed
@@ -161,8 +162,22 @@ def test_shuffle_takes_the_size_of_a_buffer_as_tensorflow_does():
     for size in (ROWS, 1000, np.array(1000), mpidist.data.UNKNOWN_CARDINALITY):
         assert list(arange().shuffle(size, seed=np.array(7))) == expected
     assert lists(arange().shuffle(1)) == list(range(ROWS))
-    # Without a seed: 0, the same on all ranks and in all runs.
-    assert lists(arange(50).shuffle(9)) == lists(arange(50).shuffle(9, 0))
+
+
+def test_shuffles_without_a_seed_differ_and_are_the_same_in_the_next_run(monkeypatch):
+    monkeypatch.setattr(shuffle_seeds, "_made", threads.ReplicaLocal(lambda: [0, 0]))
+
+    def run(seed=0):
+        shuffle_seeds.begin(seed)
+        files = arange(2).interleave(lambda x: arange(9).shuffle(9), block_length=9)
+        inner = Dataset.from_generator(lambda: (yield from arange(9).shuffle(9)))
+        read = lists(files), lists(inner)  # what reading makes does not count
+        return read, [lists(arange().shuffle(ROWS)) for _ in range(2)]
+
+    (read, (one, two)), other = run(), run(1)
+    assert run() == (read, [one, two])
+    assert other[0] == read
+    assert len({str(x) for x in (one, two, *other[1])}) == 4
 
 
 def test_the_order_of_a_shuffle_does_not_change_with_versions():

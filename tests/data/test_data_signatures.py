@@ -59,7 +59,7 @@ ARGUMENTS = {
     "prefetch": (1,),
     "repeat": (2,),
     "enumerate": (),
-    "shuffle": (3,),
+    "shuffle": (3, 1),
     "cache": (),
     "take": (2,),
     "skip": (2,),

@@ -1,5 +1,6 @@
 """Optimizers: their state, one fused reduction, and mistakes on one rank."""
 
+import copy
 import re
 
 import ml_dtypes
@@ -80,6 +81,18 @@ def test_settings_cannot_be_assigned(name):
         setattr(sgd, name, 0.9)
     sgd.learning_rate = 0.2
     assert sgd.learning_rate == 0.2
+
+
+def test_the_learning_rate_is_assigned_as_in_keras():
+    sgd = mpidist.optimizers.SGD(0.2)
+    before = sgd.learning_rate
+    before.assign(np.float32(0.5))
+    assert (before, sgd.learning_rate, repr(before)) == (0.2, 0.5, "0.2")
+    assert type(copy.deepcopy(before)) is float
+    sgd.learning_rate.assign(lambda step: 0.25)
+    assert sgd.learning_rate == 0.25
+    with pytest.raises(ValueError, match="finite and 0 or more"):
+        sgd.learning_rate.assign(-1.0)
 
 
 def test_an_optimizer_is_not_pickled():

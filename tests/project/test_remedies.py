@@ -70,14 +70,18 @@ def texts() -> Iterator[tuple[str, str, str]]:
 
 
 OWNERS = [owner for owner in ATTRIBUTES if owner != "mpidist.torch"]  # in with_torch
+OWNERS += ["Dataset"]  # whose names are those of its module
+METHODS = {"assert_cardinality", "cardinality", "take_while", "unbatch"}
 
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_every_remedy_is_raised_by_what_it_names(owner, owner_of):
     found = owner_of(owner)
-    for name, remedy in ATTRIBUTES[owner].items():
+    for name, remedy in ATTRIBUTES.get(owner, ATTRIBUTES["mpidist.data"]).items():
         if f"{owner}.{name}" in sys.modules:
             continue  # imported by another test
+        if owner == "Dataset" and name in METHODS:
+            continue
         with pytest.raises(AttributeError) as caught:
             getattr(found, name)
         assert f"; {remedy} (more: `mpidist docs " in str(caught.value)
@@ -199,6 +203,7 @@ NO_NAMES = {
     "TF_CONFIG",  # a variable of the environment
     "copy.deepcopy(v)",  # Python's
     "next",
+    "tf.random.Generator",  # the remedy is that of `random`
     "tf.random.set_seed(seed)",  # in the script for search and replace
     "v[1:3].assign(x)",
     "session",  # arguments of v1

@@ -275,8 +275,8 @@ for _name, _call in IN_REPLICA.items():
 
 @section.differs(
     "TensorFlow merges the replicas, and updates each copy with the argument of its "
-    "own replica, so that the copies diverge. The page says that the method is for "
-    "cross-replica context; here it is.",
+    "own replica, so that the copies diverge. mpidist does it too, but if the copies "
+    "then differ, all replicas raise, and the variable keeps its value.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
     mpidist=lambda n: [Raised("RuntimeError"), [0.0] * n],
 )
