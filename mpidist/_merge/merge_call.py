@@ -52,6 +52,7 @@ import numpy as np
 
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._base import backend, nest
+from mpidist._base.environment import debugging
 from mpidist._base.fingerprint import fingerprint_of_numbers
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
@@ -60,6 +61,7 @@ from mpidist._merge.argument_equality import (
     fingerprint_of_argument,
     fingerprint_of_function,
 )
+from mpidist._merge.changes import Changes
 from mpidist._merge.commands import ATOMS
 from mpidist._merge.coordinator import Coordinator
 from mpidist._merge.follower import Follower
@@ -81,6 +83,7 @@ from mpidist._values.variable import Variable, storage_of
 _NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
 _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
 _NUMBERS: Final = "biufc"  # kinds of dtypes
+DEBUGGING = debugging()  # read once: each merge_call asks
 _COMPONENT: Final = "component"
 _OBJECT: Final = "object"
 _READ_ONCE: Final = (zip, map, filter, enumerate, types.GeneratorType)
@@ -129,16 +132,20 @@ def merge_call(
         collectives.invalid("merge_call", error)
     same = _compare(collectives, call, fingerprints)
     try:
-        side = _side_of(group, merge_fn, leaves, kinds, same)
+        side, changes = _side_of(group, merge_fn, leaves, kinds, same)
         if args or kwargs:  # also empty lists, which are copied
             args, kwargs = structure.unflatten(leaves)
     except BaseException as error:  # the others wait for commands, or obey them
         raise collectives.guard.abandon(None, error) from None
     del leaves  # on rank 0 only merge_fn keeps its arguments
     if isinstance(side, Coordinator):
-        return side.lead(merge_fn, args, kwargs)
-    del args, kwargs
-    return side.follow()
+        result = side.lead(merge_fn, args, kwargs)
+    else:
+        del args, kwargs
+        result = side.follow()
+    if changes is not None:
+        changes.tell(collectives)
+    return result
 
 
 def _side_of(
@@ -147,8 +154,10 @@ def _side_of(
     leaves: list[Nest],
     kinds: list[str],
     same: list[bool],
-) -> Coordinator | Follower:
+) -> tuple[Coordinator | Follower, Changes | None]:
     """Return this rank's side of the call; replace the leaves that become handles.
+
+    And what compares the objects that merge_fn can reach, with ``MPIDIST_DEBUG=1``.
 
     Args:
         group: the ranks.
@@ -164,9 +173,10 @@ def _side_of(
     names = None
     if same[0] and group.num_replicas > 1 and (objects or may_reach(merge_fn)):
         names = Names(merge_fn, objects, group.public_objects)
+    changes = Changes(names) if DEBUGGING and names is not None else None
     if group.replica_id == 0:
-        return Coordinator(group, held, names)
-    return Follower(group, held, names)
+        return Coordinator(group, held, names), changes
+    return Follower(group, held, names), changes
 
 
 def _wrap(

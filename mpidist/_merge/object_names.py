@@ -289,12 +289,12 @@ class Names:
         roots = [("merge_fn", merge_fn)]
         for number, argument in arguments:
             roots.append((f"argument {number} of merge_call", argument))
-        self._walk(roots, _home_of(merge_fn))
+        self._home = _home_of(merge_fn)
+        self._walk(roots)
 
-    def _walk(
-        self, roots: list[tuple[str, object]], home: dict[str, Any] | None
-    ) -> None:
+    def _walk(self, roots: list[tuple[str, object]]) -> None:
         reached, found, origins = self.reached, self._found, self._origins
+        home = self._home
         entered: list[_Kind] = []
         current = -1
         parts: Iterable[tuple[Step, object]] = roots
@@ -319,6 +319,20 @@ class Names:
                 break
             kind = entered[current]
             parts = () if kind is _THING else _parts_of(reached[current], kind, home)
+
+    def parts(self, x: object) -> Iterable[Part]:
+        """Return what is directly in an object that was reached."""
+        kind = _kind_of(type(x))
+        if kind is None or x is self._home:
+            return ()
+        return _parts_of(x, kind, self._home)
+
+    def text_of(self, place: int, step: Step) -> str:
+        """Return the path to a part of an object, as a person would write it."""
+        path = self._path_of(place)
+        if step != "":
+            path = (*path, step)
+        return f"`{readable(path)}`"
 
     # --- on rank 0 ------------------------------------------------------------
 

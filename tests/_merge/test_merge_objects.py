@@ -3,6 +3,7 @@
 import collections
 import functools
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from replicas import (
 )
 
 import mpidist
+from mpidist._merge import merge_call
 from mpidist._runtime.registry import component
 from mpidist._strategy.strategy import group_of
 
@@ -623,3 +625,33 @@ def test_objects_that_hold_the_strategy_are_returned(strategy, kind):
     elif kind == "context":
         assert found.strategy is strategy
     assert_usable(strategy)
+
+
+def test_debugging_names_what_merge_fn_changes_on_rank_0_alone(
+    strategy, rank, size, monkeypatch
+):
+    monkeypatch.setattr(merge_call, "DEBUGGING", True)
+    user = Optimizer([make(strategy, np.zeros(2))])
+    log, changed = [], 0
+
+    def record(strategy, gradient):
+        nonlocal changed
+        changed += 1
+        user.momenta[0] *= 1.0  # the same values
+        log.append(np.ones(2))
+        user.merge(strategy, gradient)  # whose changes are made on every rank
+        user.rate = 0.25
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        merge(strategy, record, np.ones(2))
+    texts = everywhere([str(warning.message) for warning in caught])
+    if size == 1:
+        assert texts == [[]]
+        return
+    (text,) = texts[0]
+    for name in ("<closure changed>", "<closure log>[0]", "<closure user>.rate"):
+        assert f"`merge_fn.{name}`" in text
+    assert "momenta" not in text
+    assert "count" not in text
+    assert texts[1:] == [[]] * (size - 1)
