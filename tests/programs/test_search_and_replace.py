@@ -8,7 +8,8 @@ from launching import ROOT, run_ranks
 
 CUSTOM_LOOP = """
 import tempfile
-import tensorflow as tf
+import tensorflow.compat.v2 as tf  # of 2.x
+from tensorflow import keras
 
 GLOBAL_BATCH_SIZE = 4
 strategy = tf.distribute.MirroredStrategy()
@@ -16,7 +17,7 @@ print("Number of devices: {}".format(strategy.num_replicas_in_sync))
 tpus = (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy)
 if isinstance(strategy, tpus):
     raise SystemExit("not here")
-x = np.linspace(-1.0, 1.0, 16)
+x = tf.constant(np.linspace(-1.0, 1.0, 16), dtype=tf.dtypes.float64)
 dataset = tf.data.Dataset.from_tensor_slices((x, 3.0 * x)).batch(GLOBAL_BATCH_SIZE)
 dataset = dataset.prefetch(tf.data.experimental.AUTOTUNE)
 train_dist_dataset = strategy.experimental_distribute_dataset(dataset)
@@ -28,9 +29,10 @@ with strategy.scope():
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,
     )
-    optimizer = tf.keras.optimizers.SGD(0.5)
+    optimizer = keras.optimizers.legacy.SGD(tf.cast(1, tf.float64))
+    optimizer.learning_rate.assign(0.5)
     optimizer.build([w])
-    checkpoint = tf.train.Checkpoint(w=w, optimizer=optimizer)
+    checkpoint = tf.compat.v2.train.Checkpoint(w=w, optimizer=optimizer)
 
 
 def train_step(inputs):
@@ -39,7 +41,7 @@ def train_step(inputs):
     loss = tf.nn.compute_average_loss(
         error * error, global_batch_size=GLOBAL_BATCH_SIZE
     )
-    gradient = (2.0 * error * x).sum() / GLOBAL_BATCH_SIZE
+    gradient = tf.reduce_sum(2.0 * error * x) / GLOBAL_BATCH_SIZE
     optimizer.apply_gradients(zip([gradient], [w]))
     seen.assign_add(len(x))
     return loss
@@ -54,7 +56,7 @@ def distributed_train_step(inputs):
 
 
 manager = tf.train.CheckpointManager(checkpoint, CHECKPOINTS, max_to_keep=2)
-for epoch in range(3):
+for epoch in tf.range(3):
     total_loss, num_batches = 0.0, 0
     for inputs in train_dist_dataset:
         total_loss += distributed_train_step(inputs).numpy()
@@ -154,3 +156,19 @@ def test_library_code_with_a_merge_call(tmp_path):
         f"sum {n}.0",
     ]
     assert sorted(done.stdout.splitlines()) == sorted(lines * n)
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("tf.config.list_physical_devices('GPU')", "delete the line"),
+        ("tf.random.Generator.from_seed(1)", "numpy.random.default_rng"),
+        ("tf.io.gfile.makedirs('d')", "os.makedirs"),
+        ("tf.keras.metrics.Mean()", "array code"),
+        ("tf.compat.v1.train.AdamOptimizer()", "mpidist.optimizers.Adam"),
+    ],
+)
+def test_names_that_are_left_say_what_to_write(line, remedy, tmp_path):
+    path = ported(f"import tensorflow as tf\n{line}\n", tmp_path)
+    with pytest.raises(AttributeError, match=remedy):
+        exec(path.read_text(), {})
