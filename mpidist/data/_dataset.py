@@ -64,17 +64,16 @@ class Dataset(Elements):
         without reading, and takes 8 bytes for each element.
 
         The order depends on the seed and on the number of the iteration over the
-        dataset, and is the same on all ranks and in each run. As in TensorFlow, rows
-        mix across the rounds of a `repeat` only if that comes before.
+        dataset. As in TensorFlow, rows mix across the rounds of a `repeat` only if that
+        comes before.
 
         Args:
             buffer_size: the size of the buffer; 1: the order stays. None, or
                 `UNKNOWN_CARDINALITY`: a buffer for all elements.
-            seed: 0 or more. None: the next one of a sequence that is the same on all
-                ranks and in each run, so that datasets are shuffled independently;
-                `mpidist.seed_all` begins another sequence. Ranks must then make the
-                same datasets, in the same order. 0 in a function that runs while
-                elements are read, such as that of `interleave`.
+            seed: 0 or more. None: the next one of a sequence, which is the same on all
+                ranks if they make the same datasets, and in each run, unless
+                `mpidist.seed_all` begins another; 0 in functions that run while
+                elements are read.
             reshuffle_each_iteration: whether each iteration over the dataset, and each
                 round of a later `repeat`, has a different order; None: True.
             name: accepted.
@@ -194,9 +193,8 @@ class Dataset(Elements):
     def prefetch(self, buffer_size: int | None, name: str | None = None) -> Dataset:
         """Read up to ``buffer_size`` elements ahead in a thread; 0: do not.
 
-        The thread runs the whole pipeline, wherever `prefetch` stands in it. It never
-        calls MPI. In a distributed dataset each rank reads its own rows ahead. None is
-        `AUTOTUNE`, which means 2.
+        The thread runs the whole pipeline, wherever `prefetch` stands in it; for a
+        distributed dataset each rank's own rows. None is `AUTOTUNE`, which means 2.
         """
         if buffer_size is None or buffer_size == AUTOTUNE:
             buffer_size = _AHEAD
@@ -216,9 +214,8 @@ class Dataset(Elements):
     ) -> Dataset:
         """Apply a function to each element.
 
-        Before `batch` the function gets one row; after `batch` it gets a batch. In the
-        second case each rank of a distributed dataset has to read whole batches to get
-        its rows of the result, so prefer the first.
+        Before `batch` the function gets one row; after `batch` a batch, of which each
+        rank of a distributed dataset then has to read all rows, so prefer the first.
 
         Args:
             map_func: gets an element (the parts of a tuple as separate arguments) and
@@ -246,9 +243,8 @@ class Dataset(Elements):
         """Keep the elements for which a function returns True.
 
         Args:
-            predicate: gets an element as in `map`, and returns a bool. In a distributed
-                dataset each rank calls it for all elements, so it must return the same
-                on all.
+            predicate: gets an element as in `map`, and returns a bool; in a distributed
+                dataset the same on all ranks, each of which calls it for all elements.
             name: accepted.
         """
         call = as_call("filter", "predicate", predicate)
