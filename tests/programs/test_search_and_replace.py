@@ -30,7 +30,8 @@ with strategy.scope():
         aggregation=tf.VariableAggregation.SUM,
     )
     optimizer = keras.optimizers.legacy.SGD(tf.cast(1, tf.float64))
-    optimizer.learning_rate.assign(0.5)
+    schedule = tf.keras.optimizers.schedules.PolynomialDecay(0.5, 9, 0.5)
+    optimizer.learning_rate = schedule
     optimizer.build([w])
     checkpoint = tf.compat.v2.train.Checkpoint(w=w, optimizer=optimizer)
 
@@ -74,6 +75,7 @@ except tf.errors.OutOfRangeError:
     print("end of the data")
 status = checkpoint.restore(manager.latest_checkpoint)
 status.assert_consumed()
+optimizer.learning_rate.assign(0.25)
 history = [float(w.numpy())]
 print(round(history[0], 6))
 """
