@@ -36,13 +36,10 @@ def count_tracebacks(stderr):
     return stderr.count("Traceback (most recent call last)")
 
 
-@pytest.mark.parametrize(
-    ("n", "others"), [(2, "wait in run"), (2, "wait in reduce"), (4, "sleep")]
-)
+@pytest.mark.parametrize(("n", "others"), [(2, "wait in run"), (4, "sleep")])
 def test_an_uncaught_exception_on_one_rank_ends_the_job(n, others):
     waiting = {
         "wait in run": "strategy.run(step)",
-        "wait in reduce": "strategy.reduce('SUM', strategy.run(step), axis=None)",
         "sleep": "time.sleep(600)",
     }[others]
     body = f"""
@@ -73,17 +70,6 @@ def test_an_uncaught_exception_inside_run_is_printed_once():
     assert code != 0
     assert "mpidist: rank 1 raised an exception" in err
     assert err.count("LookupError: no such key") == 1
-
-
-def test_an_uncaught_mismatch_is_printed_once_and_ends_the_job():
-    body = """
-    strategy.run(lambda: mpidist.get_replica_context().all_reduce(
-        "SUM", np.ones(3 if rank else 2)))
-    """
-    code, _, err = end_of(body)
-    assert code != 0
-    assert err.count("the ranks do not make the same call") == 1
-    assert count_tracebacks(err) == 1
 
 
 def test_an_exception_of_merge_fn_is_printed_once():
@@ -216,18 +202,6 @@ def test_abort_can_be_left_to_the_user():
     _, out, err = end_of(body, 2, MPIDIST_ABORT="0")
     assert out.split() == ["True", "True"]
     assert "mpidist" not in err
-
-
-def test_a_time_out_that_is_not_caught_ends_the_job():
-    body = """
-    if rank == 1:
-        time.sleep(600)
-    strategy.run(step)
-    """
-    code, _, err = end_of(body, MPIDIST_TIMEOUT="5", MPIDIST_STALL_SECONDS="0.5")
-    assert code != 0
-    assert "rank 1 did not come to call" in err
-    assert "CollectiveTimeoutError" in err
 
 
 def test_a_time_out_can_end_a_program_that_would_catch_it():
@@ -379,8 +353,7 @@ def changed():
 """
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_import_and_a_strategy_leave_the_process_as_it_was(n):
+def test_import_and_a_strategy_leave_the_process_as_it_was():
     body = """
     import mpidist
     print("imported", changed(), flush=True)
@@ -395,12 +368,12 @@ def test_import_and_a_strategy_leave_the_process_as_it_was(n):
     mpidist.MPIStrategy().close()
     print("again", changed(), flush=True)
     """
-    code, out, err = end_of(STATE + textwrap.dedent(body), n, prologue=False)
+    code, out, err = end_of(STATE + textwrap.dedent(body), 2, prologue=False)
     assert (code, err) == (0, "")
     made = {"made", "one left"}
     times = ["imported", "made", "one left", "closed", "again"]
     lines = [f"{when} {['hooks', 'signals'] if when in made else []}" for when in times]
-    assert sorted(out.splitlines()) == sorted(lines * n)
+    assert sorted(out.splitlines()) == sorted(lines * 2)
 
 
 def test_without_abort_no_hook_is_installed():
