@@ -6,9 +6,10 @@ plans as all calls. A call that is not begun but made waits for those begun befo
 threads are never in calls of one strategy at once.
 
 A failure is raised at a place of the program, the same on all ranks: by the `result` of
-the call, or by the next call that is made, whichever is first. Until then the thread
-makes none of the calls that were begun: on another rank the program may not have come
-so far. They have the same error.
+the call, or by the next call that is made, whichever is first; at the end of the
+program it ends the job like an uncaught exception. Until then the thread makes none of
+the calls that were begun: on another rank the program may not have come so far. They
+have the same error.
 
 What ends the program's own wait, such as Ctrl-C, is raised in the thread's wait too
 (`BegunCalls.stop`), which tells the other ranks as if it had come there.
@@ -54,7 +55,8 @@ class CollectiveHandle(Generic[_T]):
     """A collective call that was begun, such as by `ReplicaContext.all_reduce_async`.
 
     A handle that is dropped without `result` warns (RuntimeWarning), once for each
-    strategy. What its call raises is then raised by the next collective call.
+    strategy. What its call raises is then raised by the next collective call, or at the
+    end of the program.
     """
 
     _calls: BegunCalls | None = None
@@ -195,7 +197,8 @@ class BegunCalls:
         self._guard = weakref.proxy(guard)  # which has this object
         self._queue: queue.SimpleQueue[_AnyCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: _AnyCall | None = None  # until it has ended
+        # Weakly: the queue, then the thread, keep a call until it has ended.
+        self._last: Callable[[], _AnyCall | None] = _nothing
         self._awaited = False  # the program waits, and computes nothing
         self._stop: BaseException | None = None
         self.unsettled = False
@@ -214,11 +217,9 @@ class BegunCalls:
         call._calls = self
         call._generation = self.generation
         if at_once:
-            if self._last is not None:
-                self.wait_for(self._last)
+            self._wait_for_last()
             call._run(at_once=True)
             if self.failure is not None:
-                self._last = call
                 self._set_unsettled(True)
             return
         if self._thread is None:
@@ -230,7 +231,7 @@ class BegunCalls:
             )
             self._thread.start()
         try:
-            self._last = call
+            self._last = weakref.ref(call)
             self._set_unsettled(True)
             self._queue.put(call)
         except BaseException as error:  # of a signal; the thread may not have it
@@ -254,6 +255,11 @@ class BegunCalls:
         finally:
             self._awaited = False
 
+    def _wait_for_last(self) -> None:
+        last = self._last()
+        if last is not None:
+            self.wait_for(last)
+
     def settle(self) -> None:
         """Wait for all calls that were begun, and raise what one of them raised."""
         failure = self.drain()
@@ -264,9 +270,8 @@ class BegunCalls:
         """Wait for all calls that were begun; return what one of them raised."""
         if self.is_own_thread():
             return None
-        if self._last is not None:
-            self.wait_for(self._last)
-            self._last = None
+        self._wait_for_last()
+        self._last = _nothing
         self._set_unsettled(False)
         failure, self.failure = self.failure, None
         if failure is not None:
@@ -294,7 +299,7 @@ class BegunCalls:
         Args:
             error: the exception, which is raised in the wait of the thread.
         """
-        last = self._last
+        last = self._last()
         if last is None or last.done() or self.is_own_thread():
             return
         trace = error.__traceback__
@@ -303,7 +308,7 @@ class BegunCalls:
         error.__traceback__ = trace
         if last.done():
             self._stop = None
-        self._last = None
+        self._last = _nothing
         self.drain()
         self.generation += 1
 
@@ -316,6 +321,10 @@ class BegunCalls:
         """End the thread: the strategy is closed, or this process is a forked child."""
         self.generation += 1
         self._queue.put(None)
+
+
+def _nothing() -> None:
+    """Return nothing, as a weak reference to what has ended."""
 
 
 def _work(

@@ -11,13 +11,7 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.notices import AT_END
 from mpidist._agreement.polling import LOOK_SECONDS
-from mpidist._base import reporting
-from mpidist._base.errors import (
-    CollectiveTimeoutError,
-    ReplicaLostError,
-    format_exception,
-    on_rank,
-)
+from mpidist._base.errors import CollectiveTimeoutError, ReplicaLostError
 from mpidist._timeline.observer import NOTHING
 
 
@@ -36,15 +30,6 @@ def leave(guard: Guard, call: Call, code: object) -> Iterator[None]:
         CollectiveTimeoutError: at the deadline. If another rank has given up on some
             rank, that one raises, and this one returns.
     """
-    failure = None if guard.begun is None else guard.begun.drain()
-    if failure is not None:
-        reporting.say(
-            on_rank(
-                guard.rank,
-                "at the end of the program: nobody asked the handle of a call that "
-                f"was begun and failed:\n{format_exception(failure)}",
-            )
-        )
     try:
         with NOTHING if guard.broken else guard.observed(call):
             yield from _meet(guard, call, SystemExit(code))

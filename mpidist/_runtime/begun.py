@@ -8,6 +8,7 @@ from typing import TypeVar
 from mpidist._agreement.begun import BegunCalls, CollectiveHandle
 from mpidist._base import threads
 from mpidist._mpi import library
+from mpidist._runtime import process_exit
 from mpidist._runtime.group import ReplicaGroup
 
 _T = TypeVar("_T")
@@ -46,11 +47,17 @@ def begin(
         at_once: whether this thread makes it before it returns.
         warns: whether a handle that is dropped without `result` warns.
         check: called by `result`; it may raise.
+
+    Raises:
+        RuntimeError: if the strategy was closed.
     """
-    at_once = at_once or not has_thread(group)
     guard = group.guard
+    if guard.closed:
+        raise guard.breakdown.error()
+    at_once = at_once or not has_thread(group)
     handle = CollectiveHandle(guard, name, make, warns, check)
     if guard.begun is None:
         guard.begun = BegunCalls(guard)
+        process_exit.before_end(guard.settle)
     guard.begun.begin(handle, at_once=at_once)
     return handle

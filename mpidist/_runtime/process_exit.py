@@ -148,6 +148,7 @@ def watch(guard: Guard, *, waits: bool) -> None:
 
 def forget(guard: Guard) -> None:
     """Undo `watch`: the strategy was closed. Remove the hooks with the last one."""
+    not_before_end(guard.settle)
     guards = job_end.guards.get()
     if guards.pop(guard, None) is None or guards or _making:
         return

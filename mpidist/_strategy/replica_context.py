@@ -279,8 +279,9 @@ class ReplicaContext:
             A handle, whose ``result()`` waits, and returns what `all_reduce` would have
             returned. What that would have raised is raised by ``result()``, or by the
             next collective call that is not begun but made, whichever comes first, at
-            the latest at the end of `Strategy.run`; calls begun in between are not
-            made, and raise the same. A handle that is dropped without ``result()``
+            the latest at the end of `Strategy.run`, or at that of the program, as an
+            uncaught exception; calls begun in between are not made, and raise the
+            same. A handle that is dropped without ``result()``
             gives a RuntimeWarning, once.
 
         Raises:

@@ -1,6 +1,8 @@
 """Calls that are begun now and end later: all_reduce_async and all_gather_async."""
 
+import time
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -120,6 +122,23 @@ def test_the_default_strategy():
     with pytest.raises(ValueError, match="LAST"):
         ctx.all_reduce_async("LAST", 1.0).result()
     assert ctx.all_reduce("SUM", 2.0) == 2.0
+
+
+def test_what_was_passed_lives_until_the_call_has_ended(strategy):
+    """Not until the next call is made."""
+
+    def step():
+        x = np.ones(100_000)
+        found = weakref.ref(x)
+        handle = context().all_reduce_async("SUM", x)
+        handle.result()
+        del x, handle
+        end = time.monotonic() + 5
+        while found() is not None and time.monotonic() < end:
+            time.sleep(0.001)  # the thread may still be about to forget it
+        return found() is None
+
+    assert local(strategy, step)
 
 
 # --- what they raise ------------------------------------------------------------------

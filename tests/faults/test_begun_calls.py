@@ -10,6 +10,9 @@ import pytest
 from faults.test_jobs import run_job
 from replicas import context, everywhere, outcomes, set_deadline
 
+import mpidist
+import mpidist.testing
+
 pytestmark = pytest.mark.core
 
 
@@ -93,16 +96,40 @@ def test_a_program_that_ends(how):
     assert "not reached" not in result.stdout
 
 
-def test_a_program_that_ends_with_calls_begun():
-    result = run_job("""
+@pytest.mark.parametrize("by", ["pass", "sys.exit(0)"])
+def test_a_call_that_failed_when_nobody_asks(by):
+    """It ends the job like an uncaught exception, with its traceback."""
+    result = run_job(f"""
     strategy = mpidist.MPIStrategy()
     with mpidist.ReplicaContext(strategy, None) as ctx:
         good = ctx.all_reduce_async("SUM", np.ones(100_000))
         bad = ctx.all_reduce_async("NO SUCH", np.ones(100_000))
+    {by}
+    """)
+    assert result.returncode == 1, result
+    assert "raised an exception, ending the job" in result.stderr
+    assert result.stderr.count("ValueError: ") == 1
+    assert "NO SUCH" in result.stderr
+
+
+def test_calls_that_nobody_asks():
+    result = run_job("""
+    strategy = mpidist.MPIStrategy()
+    with mpidist.ReplicaContext(strategy, None) as ctx:
+        handles = [ctx.all_reduce_async("SUM", np.ones(100_000)) for _ in range(3)]
     """)
     assert result.returncode == 0, result
-    assert result.stderr.count("nobody asked the handle of a call") == 3
-    assert "NO SUCH" in result.stderr
+    assert not result.stderr
+
+
+def test_a_call_that_failed_at_the_end_of_replicas_as_threads():
+    def replica():
+        strategy = mpidist.MPIStrategy()
+        with mpidist.ReplicaContext(strategy, None) as ctx:
+            ctx.all_reduce_async("NO SUCH", 1.0)
+
+    with pytest.raises(ValueError, match="NO SUCH"):
+        mpidist.testing.run(3, replica)
 
 
 def test_a_forked_child():
