@@ -29,6 +29,7 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from mpidist._agreement import mismatch, polling
 from mpidist._base import threads
+from mpidist._timeline.observer import NOTHING, Calls
 
 _T = TypeVar("_T")
 _AnyCall: TypeAlias = "CollectiveHandle[Any]"
@@ -49,6 +50,9 @@ class _Guard(Protocol):
     def interrupted(self, what: str, error: BaseException) -> bool: ...
 
     def update_blocked(self) -> None: ...
+
+    @property
+    def calls(self) -> Calls | None: ...
 
 
 class CollectiveHandle(Generic[_T]):
@@ -223,9 +227,10 @@ class BegunCalls:
                 self._set_unsettled(True)
             return
         if self._thread is None:
+            calls = self._guard.calls
             self._thread = threading.Thread(
                 target=_work,
-                args=(self._queue, threads.current(), weakref.ref(self)),
+                args=(self._queue, threads.current(), weakref.ref(self), calls),
                 name="mpidist communication",
                 daemon=True,
             )
@@ -249,9 +254,15 @@ class BegunCalls:
 
     def wait_for(self, call: _AnyCall) -> None:
         """Wait until a call has ended."""
+        calls = self._guard.calls
+        if calls is not None and not call.done():
+            observed = calls.waits_for_begun(f"the wait for {call._name}", 0)
+        else:
+            observed = NOTHING
         self._awaited = True
         try:
-            call._wait()
+            with observed:
+                call._wait()
         finally:
             self._awaited = False
 
@@ -331,6 +342,7 @@ def _work(
     calls: queue.SimpleQueue[_AnyCall | None],
     replica: threads.ThreadReplica | None,
     owner: weakref.ref[BegunCalls],
+    observed: Calls | None,
 ) -> None:
     """Make the calls; nothing that is kept here keeps the strategy."""
 
@@ -339,6 +351,8 @@ def _work(
         return begun is None or begun.is_calm()
 
     polling.here.calm = is_calm
+    if observed is not None:
+        observed.makes_begun_calls()
     is_replica = contextlib.nullcontext() if replica is None else None
     with is_replica or threads.entered(replica):  # type: ignore[arg-type]
         while (call := calls.get()) is not None:

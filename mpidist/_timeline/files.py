@@ -24,7 +24,9 @@ from mpidist._timeline.recorder import (
     STRATEGY,
     event_of,
     metadata,
+    name_of_thread,
     span_of,
+    thread_of,
 )
 
 _WINDOWS: Final = 32  # the most windows of time; and the fewest calls in one
@@ -326,8 +328,11 @@ def _events_of(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank, host in sorted(timeline.hosts.items()):
         yield metadata(PROCESS, rank, name=f"rank {rank} on {host}", host=host)
         yield metadata("process_sort_index", rank, sort_index=rank)
-    for rank, number in sorted({(span.rank, span.strategy) for span in timeline.spans}):
-        yield metadata(STRATEGY, rank, number, name=f"strategy {number}")
+    threads = {
+        (span.rank, thread_of(span)): name_of_thread(span) for span in timeline.spans
+    }
+    for (rank, number), name in sorted(threads.items()):
+        yield metadata(STRATEGY, rank, number, name=name)
     yield from map(event_of, timeline.spans)
 
 

@@ -40,7 +40,9 @@ END_OF: Final = "the end of "
 NOTHING: Final[AbstractContextManager[Any]] = contextlib.nullcontext()
 """The context of a method that is not a call of its own."""
 
-Kind = Literal["call", "section", "end of section", "message", "waits"]
+Kind = Literal[
+    "call", "section", "end of section", "message", "waits", "waits for begun"
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C")
@@ -55,7 +57,8 @@ class Span:
         strategy: its number in the process; in a merged timeline, on all its ranks.
         kind: a "section" has others inside, and ends with a call, its "end of section".
             A "message" is between rank 0 and the others, within a call. "waits" is the
-            begin of a call that has not ended since.
+            begin of a call that has not ended since. "waits for begun" is the program's
+            own wait for calls that were begun.
         number: of the call, the same on all ranks of the strategy.
         start: in seconds of `time.perf_counter`, or from the begin of the timeline.
         end: as ``start``.
@@ -66,6 +69,7 @@ class Span:
         text: the call, as in the messages of mpidist; "" before it is known.
         waited: seconds, from its start, until the last rank came to the call.
         waited_for: the rank of the process that came last; -1: this one, or none.
+        begun: whether the thread of calls that were begun did it, beside the program.
     """
 
     rank: int
@@ -80,6 +84,7 @@ class Span:
     text: str = ""
     waited: float = 0.0
     waited_for: int = -1
+    begun: bool = False
 
     @property
     def seconds(self) -> float:
@@ -135,9 +140,11 @@ class _Here(threading.local):
 
     Attributes:
         span: of the call; None: there is none.
+        begun: whether it is the thread of calls that were begun.
     """
 
     span: Span | None = None
+    begun: bool = False
 
 
 class Calls:
@@ -300,6 +307,22 @@ class Calls:
             for observer in self._observers:
                 observer.has_worked(span)
 
+    @contextlib.contextmanager
+    def waits_for_begun(self, text: str, number: int) -> Iterator[None]:
+        """Observe the block as the program's wait for calls that were begun."""
+        span = self._span("waits for begun", 0, NO_ROUTE)
+        span.text, span.number = text, number
+        try:
+            with self._timed(span):
+                yield
+        finally:
+            for observer in self._observers:
+                observer.has_worked(span)
+
+    def makes_begun_calls(self) -> None:
+        """Note that this thread makes the calls that were begun."""
+        self._here.begun = True
+
     def look(self, what: str, waited: float, number: int) -> None:
         """Tell of a wait, once, if it is long.
 
@@ -325,7 +348,8 @@ class Calls:
 
     def _span(self, kind: Kind, nbytes: int, route: str) -> Span:
         now = time.perf_counter()
-        return Span(0, self._strategy, kind, 0, now, now, nbytes, route)
+        begun = self._here.begun
+        return Span(0, self._strategy, kind, 0, now, now, nbytes, route, begun=begun)
 
     @contextlib.contextmanager
     def _timed(self, span: Span) -> Iterator[None]:

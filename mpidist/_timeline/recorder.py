@@ -31,6 +31,8 @@ _LONGEST_NAME: Final = 60
 _LONGEST_TEXT: Final = 1024
 _MICROSECONDS: Final = 1e6
 _FLUSH_SECONDS: Final = 1.0
+# Viewers want the slices of a thread inside each other: calls that were begun have one.
+_BEGUN: Final = 1000
 _FLUSH_EVENTS: Final = 1000
 _logger: Final = logging.getLogger("mpidist")
 
@@ -55,11 +57,21 @@ def event_of(span: Span) -> dict[str, Any]:
         "name": text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}...",
         "cat": span.kind,
         "pid": span.rank,
-        "tid": span.strategy,
+        "tid": thread_of(span),
         "ts": round(span.start * _MICROSECONDS, 3),
         "dur": round(span.seconds * _MICROSECONDS, 3),
         "args": args,
     }
+
+
+def thread_of(span: Span) -> int:
+    """Return the number of the thread of a span, by which viewers group them."""
+    return span.strategy + (_BEGUN if span.begun else 0)
+
+
+def name_of_thread(span: Span) -> str:
+    """Return the name of the thread of a span."""
+    return f"strategy {span.strategy}" + (", calls begun" if span.begun else "")
 
 
 def span_of(event: dict[str, Any]) -> Span:
@@ -68,7 +80,7 @@ def span_of(event: dict[str, Any]) -> Span:
     start = event["ts"] / _MICROSECONDS
     return Span(
         rank=event["pid"],
-        strategy=event["tid"],
+        strategy=event["tid"] % _BEGUN,
         kind=event["cat"],
         number=args["call"],
         start=start,
@@ -79,6 +91,7 @@ def span_of(event: dict[str, Any]) -> Span:
         text=args["text"],
         waited=args.get("waited us", 0.0) / _MICROSECONDS,
         waited_for=args.get("waited for rank", -1),
+        begun=event["tid"] > _BEGUN,
     )
 
 

@@ -23,7 +23,8 @@ class RankTime:
 
     Attributes:
         waiting: for other ranks, in calls.
-        in_calls: the rest of its time in calls: data moves, messages.
+        in_calls: the rest of its time in calls: data moves, messages. Of calls that
+            were begun, the time for which the program waited for them.
         outside: of calls: the program's own work.
         caused: the time that each other rank waited for this one, on average.
         late: how many calls it was the last to come to.
@@ -79,6 +80,8 @@ def times_of(timeline: Timeline) -> dict[int, RankTime]:
     for span in timeline.spans:
         if span.kind == "section":
             continue
+        if span.begun:  # beside the program
+            continue
         time = found[span.rank]
         time.waiting += span.waited
         time.in_calls += span.seconds - span.waited
@@ -114,7 +117,7 @@ def calls_of(timeline: Timeline) -> list[CallTime]:
     """Return the calls by kind, those with the most time first."""
     found: dict[str, CallTime] = {}
     for span in timeline.spans:
-        if span.kind == "section":
+        if span.kind in ("section", "waits for begun"):
             continue
         text = _COUNTER.sub("", span.text)
         found.setdefault(text, CallTime(text)).add(span)

@@ -199,6 +199,32 @@ def test_where_the_time_went(timeline):
     assert times[2] == summary.RankTime(waiting=1.5, in_calls=0.5)
 
 
+def test_calls_that_were_begun_are_beside_the_program(tmp_path):
+    """They have a thread of their own, and the program's wait for them is a wait."""
+    some = {"nbytes": 8, "route": "mpi", "text": "all_reduce"}
+    spans = [
+        Span(0, 1, "call", 1, 0.0, 1.0, **some),
+        Span(0, 1, "call", 2, 2.0, 7.0, **some, waited=1.0, begun=True),
+        Span(0, 1, "waits for begun", 0, 6.0, 7.0, 0, "", text="the wait for it"),
+    ]
+    found = files.Timeline({0: "a"}, spans)
+    assert summary.times_of(found)[0] == summary.RankTime(in_calls=2.0, outside=5.0)
+    (calls,) = summary.calls_of(found)
+    assert (calls.count, calls.seconds) == (2, 6.0)
+    files.write(found, tmp_path / "run.json")
+    assert files.load(tmp_path / "run.json").spans == spans
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["strategy 1", "strategy 1, calls begun"]
+    threads = {e["args"]["call"]: e["tid"] for e in events if e["ph"] == "X"}
+    assert threads[0] == threads[1] != threads[2]
+    pytest.importorskip("matplotlib")
+    for number in (1, 3):  # without and with those that were begun
+        plot.draw(files.Timeline({0: "a"}, spans[:number]), tmp_path / "run.svg")
+        text = (tmp_path / "run.svg").read_text()
+        assert (plot._BEGUN.lower() in text) == (number == 3)
+
+
 def test_the_summary(timeline):
     text = summary.summarize(timeline)
     assert "timeline of 3 ranks on 2 hosts, 4.50 s in all" in text

@@ -93,6 +93,29 @@ class TestRecording:
                     assert 0.0 < span.waited <= span.seconds
         everywhere(None)
 
+    def test_calls_that_were_begun(self, new_strategy, folder, rank, size):
+        path = folder / "run.json"
+        with mpidist.timeline(path):
+            strategy = new_strategy()
+
+            def step():
+                if rank == size - 1:
+                    time.sleep(0.2)
+                x = np.ones(100_000)
+                handle = mpidist.get_replica_context().all_reduce_async("SUM", x)
+                handle.result()
+                return all_reduce()
+
+            strategy.run(step)
+        if rank == 0 and size > 1:
+            found = files.read(path)
+            calls = [s for s in found.spans if s.text.startswith("all_reduce")]
+            assert [s.nbytes for s in calls if s.begun] == [800_000] * size
+            assert [s.nbytes for s in calls if not s.begun] == [80] * size
+            waits = [s for s in found.spans if s.kind == "waits for begun"]
+            assert max(s.seconds for s in waits) > 0.1
+        everywhere(None)
+
     def test_results_are_those_without_it(self, new_strategy, folder, size):
         with mpidist.timeline(folder / "run.json"):
             strategy = new_strategy()

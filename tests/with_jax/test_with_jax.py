@@ -229,3 +229,35 @@ def test_the_keyword_of_horovod(strategy, rank, jax, mj):
             assert "write `root=1`" in message
     losses = jax.numpy.array([jax.numpy.nan, 1.0])
     assert float(mpidist.compute_average_loss(losses, global_batch_size=0)) == 0
+
+
+def test_calls_that_are_begun(strategy, jax, rank, size):
+    """Arrays of JAX, alone and in a nest, as of the calls that are made."""
+    jnp = jax.numpy
+
+    def tree():
+        return {
+            "b16": jnp.full((3, 4), 1.5 + rank, jnp.bfloat16),
+            "f32": [jnp.arange(50_000.0) * (rank + 1), np.ones(3)],
+            "number": (1.0, 2),
+        }
+
+    def step():
+        ctx = mpidist.get_replica_context()
+        handles = [
+            ctx.all_reduce_async("SUM", tree()),
+            ctx.all_gather_async(jnp.full((rank + 1, 2), rank), 0),
+        ]
+        found = [handle.result() for handle in handles]
+        expected = [
+            ctx.all_reduce("SUM", tree()),
+            ctx.all_gather(jnp.full((rank + 1, 2), rank), 0),
+        ]
+        return jax.tree.leaves(found), jax.tree.leaves(expected)
+
+    kept = []
+    strategy.run(lambda: kept.append(step()))
+    for x, y in zip(*kept[0], strict=True):
+        assert type(x) is type(y)
+        np.testing.assert_array_equal(x, y)
+    assert [x.dtype for x in kept[0][0][:2]] == [jnp.bfloat16, jnp.float32]

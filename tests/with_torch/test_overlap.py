@@ -215,6 +215,23 @@ def test_other_calls_between_backward_and_step(trains_alike, size):
 
 
 @pytest.mark.usefixtures("several")
+def test_a_module_that_is_compiled(torch, mt, strategy):
+    """Its backward pass is one function, which has torch call the hooks as usual."""
+    steps = []
+    for overlap in (False, True):
+        training = Training(torch, mt, strategy, overlap)
+        # With the compiler of C++ a test would take a minute; the hooks are the same.
+        training.module = torch.compile(training.module, backend="aot_eager")
+        for number in range(4):
+            strategy.run(training.step, args=(number,))
+        steps.append(
+            [p.detach().numpy().tobytes() for p in training.module.parameters()]
+        )
+    assert steps[0] == steps[1]
+    assert training.begun == [None] + [(2, 3)] * 3
+
+
+@pytest.mark.usefixtures("several")
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_an_exception_in_a_backward_pass_of_one_rank(
     strategy, torch, mt, rank, size, at

@@ -5,7 +5,7 @@ import pytest
 from replicas import everywhere, raises_everywhere
 
 import mpidist
-from mpidist._base import remedies
+from mpidist._base import nest, remedies
 
 pytestmark = [
     pytest.mark.mpi,
@@ -428,3 +428,41 @@ def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt):
             before = bytes_of(model)
     assert bytes_of(model) == before
     assert everywhere(scaler.get_scale()) == [2.0, 2.0]
+
+
+def test_calls_that_are_begun(strategy, torch, rank, size):
+    """Tensors of all kinds, alone and in a nest, as of the calls that are made."""
+
+    def tree():
+        return {
+            "b16": torch.full((3, 4), 1.5 + rank, dtype=torch.bfloat16),
+            "f32": [torch.arange(50_000.0) * (rank + 1), torch.tensor(2.0)],
+            "i64": (torch.arange(3), 1.0),
+        }
+
+    def step():
+        ctx = mpidist.get_replica_context()
+        alone = torch.ones(7, dtype=torch.bfloat16)
+        handles = [
+            ctx.all_reduce_async("SUM", tree()),
+            ctx.all_reduce_async("MEAN", alone),
+            ctx.all_gather_async({"x": torch.full((rank + 1, 2), rank)}, 0),
+        ]
+        found = [handle.result() for handle in handles]
+        expected = [
+            ctx.all_reduce("SUM", tree()),
+            ctx.all_reduce("MEAN", alone),
+            ctx.all_gather({"x": torch.full((rank + 1, 2), rank)}, 0),
+        ]
+        return nest.flatten(found)[0], nest.flatten(expected)[0]
+
+    kept = []
+    strategy.run(lambda: kept.append(step()))
+    for x, y in zip(*kept[0], strict=True):
+        assert type(x) is type(y)
+        if isinstance(x, torch.Tensor):
+            assert x.dtype is y.dtype
+        assert torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+    kinds = [getattr(x, "dtype", None) for x in kept[0][0]]
+    assert kinds.count(torch.bfloat16) == 2
+    assert kinds.count(torch.int64) == 2
