@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import nest
+from mpidist._base import backend, nest
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import HostArray, Nest, Own
 from mpidist._runtime import context
@@ -110,6 +110,14 @@ class PerReplica(DistributedValues[Own]):
 
     def __bool__(self) -> bool:
         raise TypeError(f"a PerReplica has no truth value; {_ALTERNATIVES}")
+
+    def __eq__(self, other: object) -> bool:
+        # Containers compare objects; who compares with a number means the components.
+        if backend.is_number(other) or backend.is_array(other):
+            _refuse_operator(self)
+        return self is other
+
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         if self._all is not None:

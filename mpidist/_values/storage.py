@@ -18,7 +18,7 @@ from mpidist._base.errors import level_of_caller
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.threads import ReplicaLocal
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Array, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation
 from mpidist._runtime.context import Frame, Level
 from mpidist._runtime.group import ReplicaGroup
@@ -97,6 +97,11 @@ class VariableStorage:
     def name(self) -> str:
         """The name of the variable."""
         return self.attributes.name
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the variable."""
+        return tuple(self.array.shape)
 
     def describe_call(self, how: str) -> str:
         """Return the name of a call of the variable, which all ranks compare."""

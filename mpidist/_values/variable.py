@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from mpidist._runtime.registry import Registered
 from mpidist._values.arguments import Attributes, check_attributes, initial_array
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import Internal, by_creators
+from mpidist._values.divided import DividedStorage, Part
 from mpidist._values.reference import Reference
 from mpidist._values.storage import (
     Assignment,
@@ -43,6 +45,7 @@ class InitialCopy(Internal):
     group: ReplicaGroup
     value: Array
     attributes: Attributes
+    part: Part | None = None
 
 
 class Variable(ArrayLike, Registered):
@@ -146,9 +149,15 @@ class Variable(ArrayLike, Registered):
         """Create this rank's copy, and draw the key."""
         group, value = given.group, given.value
         with group.guard.payload():  # the other ranks have it, and count it
-            on_read = given.attributes.synchronization is _ON_READ
-            make = OnReadStorage if on_read else VariableStorage
-            self._storage = storage = make(group, given.attributes, value)
+            attributes = given.attributes
+            storage: VariableStorage
+            if given.part is not None:
+                storage = DividedStorage(group, attributes, value, given.part)
+            elif attributes.synchronization is _ON_READ:
+                storage = OnReadStorage(group, attributes, value)
+            else:
+                storage = VariableStorage(group, attributes, value)
+            self._storage = storage
             registry = group.registry
             storage.key = (registry.next_key(), 0)
             registry.add(storage.key, self)
@@ -183,7 +192,7 @@ class Variable(ArrayLike, Registered):
     @property
     def shape(self) -> Shape:
         """Shape of the array."""
-        return tuple(self._storage.array.shape)
+        return self._storage.shape
 
     @property
     def dtype(self) -> DType:
@@ -194,12 +203,12 @@ class Variable(ArrayLike, Registered):
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
-        return int(self._storage.array.ndim)
+        return len(self._storage.shape)
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(self._storage.array.size)
+        return math.prod(self._storage.shape)
 
     def __len__(self) -> int:
         return len(self._storage.array)

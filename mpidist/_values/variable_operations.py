@@ -44,7 +44,8 @@ def _create_variable(
 def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
     group.guard.agree(Call(text))
     storage = storage_of(variable)
-    return Variable(InitialCopy(group, storage.array, storage.attributes))
+    part = getattr(storage, "part", None)  # of a divided one
+    return Variable(InitialCopy(group, storage.array, storage.attributes, part))
 
 
 @dispatch.operation("read_variable")

@@ -67,6 +67,17 @@ class Optimizer(Rule):
     Create an optimizer on all ranks, inside or outside a scope. It belongs to the
     strategy of the first variables passed to it. Its state consists of mirrored
     variables: `iterations` and, next to each variable, its slots.
+
+    With ``shard_state=True`` (ZeRO-1, Rajbhandari et al. 2020,
+    https://arxiv.org/abs/1910.02054) the slots are divided among the ranks: the
+    elements of all variables of a dtype evenly, and each rank updates its part of the
+    variables, with the same results. Gradients are all-reduced, not reduce-scattered,
+    so only the memory of the slots becomes smaller; then one all-gather gives all ranks
+    the other parts: between nodes a step moves 1.5 times the bytes. A slot is an
+    ON_READ variable: in a replica function its value is this rank's part, flat, and in
+    cross-replica context the whole. `mpidist.Checkpoint` and `mpidist.elastic.State`
+    save the whole, as without it, for any number of ranks, sharded or not; for that
+    each rank needs memory for the whole state.
     """
 
     def __init__(
@@ -74,6 +85,7 @@ class Optimizer(Rule):
         learning_rate: LearningRate,
         name: str | None,
         clipping: tuple[float | None, float | None, float | None],
+        shard_state: bool,
         **settings: float,
     ) -> None:
         kind = type(self).__name__
@@ -82,7 +94,7 @@ class Optimizer(Rule):
                 f"{kind}: an optimizer created in merge_fn exists on rank 0 only; "
                 "create it on all ranks, before `strategy.run`"
             )
-        super().__init__(kind, name, clipping, settings)
+        super().__init__(kind, name, clipping, shard_state, settings)
         self.learning_rate = learning_rate
         self._state: State | None = None  # before it is built
         self._group: ReplicaGroup | None = None
@@ -322,7 +334,14 @@ class Optimizer(Rule):
             collectives.invalid(_BUILD, error)
         collectives.guard.agree(Call(f"build {self._text} {when} for {described}"))
         if state is None:
-            state = State(group, variables, decayed, self._name, self._slot_names)
+            state = State(
+                group,
+                variables,
+                decayed,
+                self._name,
+                self._slot_names,
+                self._shard_state,
+            )
             self._state, self._group, self._index = state, group, state.index
             _known.get()[_identity(state.iterations)] = self
 
@@ -375,6 +394,7 @@ class Optimizer(Rule):
         for place, x in zip(given.summed, sums, strict=True):
             given.arrays[place] = x
         state.update(self._step, constants, self._clipping, scratch, given)
+        state.share(given.variables, f"{APPLY} of {self._name}, sharing the parts")
 
 
 def _check_rate(where: str, rate: object) -> float:

@@ -40,6 +40,7 @@ class Rule:
         kind: the name of the class, for messages.
         name: of the optimizer; None: that of the class.
         clipping: the arguments of `Clipping` after the first one.
+        shard_state: whether each rank has a part of the state.
         settings: all other settings except the learning rate.
     """
 
@@ -52,10 +53,12 @@ class Rule:
         kind: str,
         name: str | None,
         clipping: tuple[float | None, float | None, float | None],
+        shard_state: bool,
         settings: dict[str, float],
     ) -> None:
         expect(name is None or isinstance(name, str), kind, "`name` to be a str", name)
         self._name = name or kind.lower()
+        self._shard_state = bool(shard_state)
         self._settings: dict[str, float] = {}
         for key, x in settings.items():
             limit = self._limits.get(key)
@@ -76,6 +79,8 @@ class Rule:
     def _describe_settings(self) -> None:
         """Note all settings except the learning rate, the same on all ranks."""
         settings: dict[str, object] = {**self._settings, **self._clipping.settings}
+        if self._shard_state:
+            settings["shard_state"] = True
         if self._not_decayed:
             settings["not_decayed"] = self._not_decayed
         settings["name"] = self._name

@@ -38,6 +38,8 @@ class SGD(Optimizer):
             ``-clipvalue`` and ``clipvalue``.
         global_clipnorm: if given, the summed gradients are clipped to this norm of all
             together (`mpidist.optimizers.clip_by_global_norm`).
+        shard_state: whether each of n ranks keeps and updates only 1/n of the slots
+            (ZeRO-1), with the same results; see `Optimizer`.
         name: default "sgd".
 
     Raises:
@@ -58,6 +60,7 @@ class SGD(Optimizer):
         clipnorm: float | None = None,
         clipvalue: float | None = None,
         global_clipnorm: float | None = None,
+        shard_state: bool = False,
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
@@ -67,6 +70,7 @@ class SGD(Optimizer):
             learning_rate,
             name,
             (clipnorm, clipvalue, global_clipnorm),
+            shard_state,
             momentum=momentum,
             nesterov=nesterov,
             weight_decay=weight_decay or 0.0,
@@ -118,7 +122,7 @@ class Adam(Optimizer):
         beta_1: decay of the first moment, at least 0 and less than 1.
         beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
-        clipnorm, clipvalue, global_clipnorm: as for `SGD`.
+        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
         name: default "adam".
 
     Raises:
@@ -145,6 +149,7 @@ class Adam(Optimizer):
         clipnorm: float | None = None,
         clipvalue: float | None = None,
         global_clipnorm: float | None = None,
+        shard_state: bool = False,
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
@@ -152,6 +157,7 @@ class Adam(Optimizer):
             learning_rate,
             name,
             (clipnorm, clipvalue, global_clipnorm),
+            shard_state,
             beta_1=beta_1,
             beta_2=beta_2,
             epsilon=epsilon,
@@ -203,7 +209,7 @@ class AdamW(Adam):
         beta_1: decay of the first moment, at least 0 and less than 1.
         beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
-        clipnorm, clipvalue, global_clipnorm: as for `SGD`.
+        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
         name: default "adamw".
 
     Raises:
@@ -223,6 +229,7 @@ class AdamW(Adam):
         clipnorm: float | None = None,
         clipvalue: float | None = None,
         global_clipnorm: float | None = None,
+        shard_state: bool = False,
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
@@ -230,6 +237,7 @@ class AdamW(Adam):
             learning_rate,
             name,
             (clipnorm, clipvalue, global_clipnorm),
+            shard_state,
             beta_1=beta_1,
             beta_2=beta_2,
             epsilon=epsilon,
@@ -265,7 +273,7 @@ class RMSprop(Optimizer):
         momentum: at least 0 and less than 1; with 0 there is no slot for it.
         epsilon: added to the divisor. (torch's default is 1e-8.)
         centered: whether to divide by the standard deviation.
-        clipnorm, clipvalue, global_clipnorm: as for `SGD`.
+        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
         name: default "rmsprop".
 
     Raises:
@@ -291,6 +299,7 @@ class RMSprop(Optimizer):
         clipnorm: float | None = None,
         clipvalue: float | None = None,
         global_clipnorm: float | None = None,
+        shard_state: bool = False,
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
@@ -298,6 +307,7 @@ class RMSprop(Optimizer):
             learning_rate,
             name,
             (clipnorm, clipvalue, global_clipnorm),
+            shard_state,
             rho=rho,
             momentum=momentum,
             epsilon=epsilon,

@@ -6,16 +6,18 @@ operations of a step read and write memory once. All blocks share their scratch 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
-from mpidist._base import backend
+from mpidist._base import backend, partition
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import Variable, array_of
+from mpidist._values.arguments import check_attributes
+from mpidist._values.divided import Part
+from mpidist._values.variable import InitialCopy, Variable, array_of
 from mpidist.optimizers._arguments import (
     GivenGradients,
     array_functions,
@@ -28,85 +30,68 @@ from mpidist.optimizers._rule import Block, Numbers
 
 Formula = Callable[[Array, Array, Block, Numbers], None]
 """`Optimizer._step` of a class."""
+_BYTES_AT_ONCE: Final = 1 << 24  # of sharded variables, while the parts are shared
 
 
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """One variable with its slots, laid out for the update; created once."""
+def _update(
+    block: Block,
+    formula: Formula,
+    gradient: Array,
+    scale: Array | None,
+    limit: float | None,
+    constants: Numbers,
+) -> None:
+    """Apply one step to a block of this rank's copy. Not collective.
 
-    array: Array
-    copy: Array | None  # in C order, of an array that is not in C order
-    blocks: tuple[Block, ...]
-
-    def update(
-        self,
-        formula: Formula,
-        gradient: Array,
-        scale: Array | None,
-        limit: float | None,
-        constants: Numbers,
-    ) -> None:
-        """Apply one step to this rank's copy of the variable. Not collective.
-
-        Args:
-            formula: `Optimizer._step` of the optimizer.
-            gradient: the sum over the replicas, in C order.
-            scale: the factor for the gradient; None: 1.
-            limit: the maximum magnitude of its elements; None: none.
-            constants: from `Optimizer._constants`.
-        """
-        array, copy = self.array, self.copy
-        if copy is not None:
-            copy[...] = array
-        gradient = backend.flat(gradient)
-        if scale is not None:
-            scale = scale.astype(compute_dtype(array.dtype))
-        for block in self.blocks:
-            w, g = block.w, gradient[block.part]
-            if block.wide is not None:
-                g = block.u
-                g[...] = gradient[block.part]
-                w = block.wide
-                w[...] = block.w
-            if scale is not None:
-                g = array_functions.multiply(g, scale, out=block.u)
-            if limit is not None:
-                g = array_functions.minimum(g, limit, out=block.u)
-                g = array_functions.maximum(g, -limit, out=block.u)
-            formula(w, g, block, constants)
-            if block.wide is not None:
-                block.w[...] = w
-        if copy is not None:
-            array[...] = copy
+    Args:
+        block: what to change.
+        formula: `Optimizer._step` of the optimizer.
+        gradient: of the whole variable, flat: the sum over the replicas.
+        scale: the factor for the gradient; None: 1.
+        limit: the maximum magnitude of its elements; None: none.
+        constants: from `Optimizer._constants`.
+    """
+    w, g = block.w, gradient[block.part]
+    if block.wide is not None:
+        block.u[...] = g
+        block.wide[...] = w
+        w, g = block.wide, block.u
+    if scale is not None:
+        g = array_functions.multiply(g, scale, out=block.u)
+    if limit is not None:
+        g = array_functions.minimum(g, limit, out=block.u)
+        g = array_functions.maximum(g, -limit, out=block.u)
+    formula(w, g, block, constants)
+    if block.wide is not None:
+        block.w[...] = w
 
 
 def _lay_out(
-    variables: list[Variable], slots: list[tuple[Variable, ...]]
-) -> list[_Target]:
+    variables: list[Variable], slots: list[tuple[Variable, ...]], parts: list[slice]
+) -> list[list[Block]]:
     """Divide all variables and their slots into blocks, with shared scratch memory."""
     scratch: dict[DType, list[Array]] = {}
-    targets = {}
+    made: list[list[Block]] = [[] for _ in variables]
     # The largest first: its scratch memory suffices for all others of its dtype.
-    sizes = [variable.size for variable in variables]
+    sizes = [part.stop - part.start for part in parts]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        array = array_of(variables[index])
-        copy = None if array.flags.c_contiguous else backend.contiguous(array)
-        flat = backend.flat(array if copy is None else copy)
+        flat = backend.flat(array_of(variables[index]))[parts[index]]
         flat_slots = [backend.flat(array_of(slot)) for slot in slots[index]]
-        parts = list(blocks(flat))
-        dtype = compute_dtype(array.dtype)
-        if parts and dtype not in scratch:
-            scratch[dtype] = [
-                backend.empty_like(flat, (parts[0].stop,), dtype) for _ in range(3)
-            ]
-        narrow = dtype != array.dtype
-        made = []
-        for part in parts:
+        dtype = compute_dtype(flat.dtype)
+        narrow = dtype != flat.dtype
+        for part in blocks(flat):
+            if dtype not in scratch:
+                scratch[dtype] = [
+                    backend.empty_like(flat, (part.stop,), dtype) for _ in range(3)
+                ]
             t, u, wide = (x[: part.stop - part.start] for x in scratch[dtype])
             own = tuple(slot[part] for slot in flat_slots)
-            made.append(Block(part, flat[part], own, t, u, wide if narrow else None))
-        targets[index] = _Target(array, copy, tuple(made))
-    return [targets[index] for index in range(len(variables))]
+            start = parts[index].start
+            place = slice(start + part.start, start + part.stop)
+            made[index].append(
+                Block(place, flat[part], own, t, u, wide if narrow else None)
+            )
+    return made
 
 
 class State:
@@ -118,6 +103,7 @@ class State:
         decayed: for each of them, whether its weights decay.
         name: of the optimizer.
         slot_names: the slots that each variable has.
+        shard: whether each rank has, and updates, only a part of the elements.
 
     Attributes:
         iterations: the number of completed steps.
@@ -131,23 +117,49 @@ class State:
         decayed: list[bool],
         name: str,
         slot_names: tuple[str, ...],
+        shard: bool,
     ) -> None:
         def make(initial: Callable[[], HostArray], what: str) -> Variable:
             return Variable(initial, trainable=False, name=f"{name}/{what}")
 
+        def make_slot(variable: Variable, part: slice, what: str) -> Variable:
+            dtype = compute_dtype(variable.dtype)
+            if not self._is_sharded:
+                return make(lambda: np.zeros(variable.shape, dtype), what)
+            own = np.zeros(part.stop - part.start, dtype)
+            attributes = check_attributes(False, f"{name}/{what}", "ON_READ", "SUM")
+            place = Part(variable.shape, part.start)
+            return Variable(InitialCopy(group, own, attributes, place))
+
         self.group = group
         self.variables = variables
+        self._is_sharded = shard and group.num_replicas > 1
+        self._parts = self._own_parts()
+        names = unique([v.name for v in variables])
         with context.entered(group.cross_frame):
             self.iterations = make(lambda: np.zeros((), np.int64), "iterations")
             self.slots = [
-                tuple(make(_zeros_for(v), f"{slot}/{its_name}") for slot in slot_names)
-                for v, its_name in zip(
-                    variables, unique([v.name for v in variables]), strict=True
-                )
+                tuple(make_slot(v, part, f"{slot}/{own}") for slot in slot_names)
+                for v, part, own in zip(variables, self._parts, names, strict=True)
             ]
         self._decayed = decayed
         self.index = {id(variable): i for i, variable in enumerate(variables)}
-        self._targets: list[_Target] = []  # made by the first step
+        self._blocks: list[list[Block]] = []  # made by the first step
+
+    def _own_parts(self) -> list[slice]:
+        """Return the elements of each variable that this rank changes."""
+        if not self._is_sharded:
+            return [slice(0, variable.size) for variable in self.variables]
+        by_dtype: dict[DType, list[int]] = {}
+        for i, variable in enumerate(self.variables):
+            by_dtype.setdefault(variable.dtype, []).append(i)
+        parts = [slice(0, 0)] * len(self.variables)
+        for members in by_dtype.values():
+            sizes = [self.variables[i].size for i in members]
+            divided = partition.evenly(sizes, self.group.num_replicas)
+            for place, start, stop in divided.pieces(self.group.replica_id):
+                parts[members[place]] = slice(start, stop)
+        return parts
 
     def check_known(self, variables: list[Variable], call: str) -> None:
         """Raise a ValueError if one of the variables is not of this state."""
@@ -163,8 +175,8 @@ class State:
 
     def prepare(self) -> None:
         """Allocate the memory that steps need."""
-        if not self._targets:
-            self._targets = _lay_out(self.variables, self.slots)
+        if not self._blocks:
+            self._blocks = _lay_out(self.variables, self.slots, self._parts)
 
     def update(
         self,
@@ -174,7 +186,7 @@ class State:
         scratch: Array,
         given: GivenGradients,
     ) -> None:
-        """Apply one step to this rank's copies. Not collective, and does not fail.
+        """Apply one step to this rank's part. Not collective, and does not fail.
 
         Args:
             formula: `Optimizer._step` of the optimizer.
@@ -191,10 +203,32 @@ class State:
             ):
                 index = self.index[id(variable)]
                 numbers = constants[self._decayed[index]]
-                self._targets[index].update(formula, gradient, scale, limit, numbers)
+                gradient = backend.flat(gradient)
+                if scale is not None:
+                    scale = scale.astype(compute_dtype(gradient.dtype))
+                for block in self._blocks[index]:
+                    _update(block, formula, gradient, scale, limit, numbers)
             count = array_of(self.iterations)
             array_functions.add(count, 1, out=count)
 
+    def share(self, variables: list[Variable], call: str) -> None:
+        """Give all ranks the parts that the others have changed. Collective if sharded.
 
-def _zeros_for(variable: Variable) -> Callable[[], HostArray]:
-    return lambda: np.zeros(variable.shape, compute_dtype(variable.dtype))
+        Args:
+            variables: that the step has changed.
+            call: the name of the call.
+        """
+        if not self._is_sharded:
+            return
+        changed = sorted(self.index[id(variable)] for variable in variables)
+        while changed:
+            some: list[int] = []
+            room = _BYTES_AT_ONCE
+            while changed and (not some or self.variables[changed[0]].nbytes <= room):
+                some.append(changed.pop(0))
+                room -= self.variables[some[-1]].nbytes
+            arrays = [backend.flat(array_of(self.variables[i])) for i in some]
+            own = [x[self._parts[i]] for x, i in zip(arrays, some, strict=True)]
+            gathered = self.group.collectives.all_gather(own, 0, None, call)
+            for x, whole in zip(arrays, gathered, strict=True):
+                x[...] = whole

@@ -175,6 +175,22 @@ def test_per_replica_attributes_of_an_array(strategy):
     assert not hasattr(value, "__cuda_array_interface__")
 
 
+@pytest.mark.one_size
+def test_per_replica_is_compared_with_objects_only(strategy, size):
+    """`if losses == 2:` would be False without a word, as in TensorFlow."""
+    p = strategy.run(lambda: 2.0)
+    if size > 1:
+        for attempt in (
+            lambda: p == 2,
+            lambda: p != 2.0,
+            lambda: np.ones(2) == p,
+            lambda: p in [1, 2],
+        ):
+            with pytest.raises(TypeError, match=r"write `strategy\.reduce"):
+                attempt()
+    assert p == p and p != "a" and p != None and p in [None, p]  # noqa: E711, PT018
+
+
 def test_per_replica_can_be_a_key(strategy):
     one, two = strategy.run(lambda: (1.0, 1.0))
     assert {one: "a", two: "b"}[one] == "a"

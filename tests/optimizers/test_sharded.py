@@ -1,0 +1,162 @@
+"""`shard_state=True`: each rank keeps and updates its part of the state (ZeRO-1)."""
+
+from __future__ import annotations
+
+import copy
+
+import ml_dtypes
+import numpy as np
+import pytest
+from replicas import (
+    assert_equal_copies,
+    core_on_ranks,
+    merge,
+    own,
+    raises_everywhere,
+    this_replica,
+)
+
+import mpidist
+from mpidist import testing
+from mpidist.optimizers import SGD, Adam, AdamW, RMSprop
+
+SHAPES = [(7, 5), (), (3,), (0, 4), (40_001,)]
+MAKERS = {
+    "sgd": lambda **kw: SGD(0.1, momentum=0.5, nesterov=True, clipnorm=1.0, **kw),
+    "adam": lambda **kw: Adam(0.1, global_clipnorm=2.0, **kw),
+    "adamw": lambda **kw: AdamW(0.1, weight_decay=0.1, **kw),
+    "rmsprop": lambda **kw: RMSprop(0.1, momentum=0.5, centered=True, **kw),
+    "no slots": lambda **kw: SGD(0.1, clipvalue=0.5, **kw),
+}
+
+
+def make_variables(dtypes=(np.float32, np.float64, ml_dtypes.bfloat16)):
+    rng = np.random.default_rng(3)
+    return [
+        mpidist.Variable(rng.normal(size=shape).astype(dtype), name=f"v{i}")
+        for i, (shape, dtype) in enumerate(
+            (shape, dtype) for dtype in dtypes for shape in SHAPES
+        )
+    ]
+
+
+def gradients_of(variables, step, replica):
+    """Return whole numbers, so that their sums are exact; None for one of them."""
+    rng = np.random.default_rng([step, replica])
+    rows = [rng.integers(-3, 4, v.shape).astype(v.dtype) for v in variables]
+    return [None if i == step % 4 else row for i, row in enumerate(rows)]
+
+
+def train(strategy, variables, optimizer, steps, in_merge=False):
+    def apply(rows):
+        optimizer.apply_gradients(zip(rows, variables, strict=True))
+
+    def replica(step):
+        rows = gradients_of(variables, step, this_replica())
+        if in_merge:
+            context = mpidist.get_replica_context()
+            context.merge_call(lambda _, rows: apply(rows), (rows,))
+        else:
+            apply(rows)
+
+    for step in steps:
+        strategy.run(replica, (step,))
+
+
+@core_on_ranks
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_results_are_those_of_the_whole_state(strategy, size, rank, kind):
+    with strategy.scope():
+        plain, sharded = make_variables(), make_variables()
+        whole, divided = MAKERS[kind](), MAKERS[kind](shard_state=True)
+    train(strategy, plain, whole, range(4))
+    train(strategy, sharded, divided, range(2))
+    train(strategy, sharded, divided, range(2, 3), in_merge=True)
+    train(strategy, sharded, divided, range(3, 4))
+    assert_equal_copies(strategy, sharded)
+    for a, b in zip(plain, sharded, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    assert [v.name for v in whole.variables] == [v.name for v in divided.variables]
+    with strategy.scope():
+        for a, b in zip(whole.variables, divided.variables, strict=True):
+            assert (a.shape, a.dtype, a.size) == (b.shape, b.dtype, b.size)
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+    kept, all_ = (
+        sum(v.nbytes for v in optimizer.variables[1:]) for optimizer in (divided, whole)
+    )
+    assert abs(kept - all_ / size) <= 8 * 3 * 3  # an element of a slot and a dtype
+
+
+@core_on_ranks
+def test_a_slot_is_the_part_in_a_replica_and_the_whole_elsewhere(strategy, rank, size):
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros(5), name="w")
+        optimizer = SGD(1.0, momentum=0.5, shard_state=True)
+    g = np.arange(5.0) / size
+    strategy.run(lambda: optimizer.apply_gradients([(g, w)]))
+    slot = optimizer.variables[1]
+    part = np.arange(5.0)[5 * rank // size : 5 * (rank + 1) // size]
+    parts = strategy.run(lambda: slot.numpy())
+    if size > 1:
+        np.testing.assert_allclose(own(strategy, parts), part)
+    with strategy.scope():
+        slot.assign(np.full(5, 2.0))
+        slot.assign_add(np.arange(5.0))
+        again = copy.deepcopy(slot)
+        for x in (slot, again):
+            np.testing.assert_array_equal(x.numpy(), np.arange(5.0) + 2)
+        with pytest.raises(ValueError, match=r"expected a value of shape \(5,\)"):
+            slot.assign(np.zeros(4))
+    seen = merge(strategy, lambda strategy: [slot.numpy()[-1], slot.shape])
+    assert own(strategy, seen) == [6.0, (5,)]
+
+
+@core_on_ranks
+def test_ranks_that_disagree_are_told(strategy, rank, size):
+    if size == 1:
+        pytest.skip("needs several ranks")
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros(5), name="w")
+        optimizer = Adam(1.0, shard_state=rank == 0)
+    for message in raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: optimizer.build([w])
+    ):
+        assert "shard_state=True" in message
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_checkpoint_fits_any_number_of_ranks_sharded_or_not(tmp_path, saved):
+    """And so does the one of an optimizer that is not sharded."""
+
+    def run(shard, steps, restore=None, save=None):
+        def body():
+            strategy = mpidist.MPIStrategy()
+            with strategy.scope():
+                v = make_variables((np.float32,))
+                optimizer = Adam(0.1, shard_state=shard)
+                optimizer.build(v)
+                checkpoint = mpidist.Checkpoint(v=v, optimizer=optimizer)
+                if restore:
+                    checkpoint.restore(restore)
+                for step in steps:
+                    # The same sum on any number of ranks.
+                    rows = gradients_of(v, step, 0)
+                    if strategy.replica_id:
+                        rows = [None if x is None else 0 * x for x in rows]
+                    strategy.run(
+                        lambda: optimizer.apply_gradients(zip(rows, v, strict=True))  # noqa: B023
+                    )
+                if save:
+                    checkpoint.save(save)
+                return [x.numpy() for x in [*v, *optimizer.variables]]
+
+        return body
+
+    expected = testing.run(2, run(False, range(5)))[0]
+    path = tmp_path / "saved"
+    testing.run(2, run(saved, range(2), save=path))
+    testing.run(3, run(True, range(2, 4), restore=path, save=path))
+    for shard, ranks in ((True, 2), (False, 1), (True, 1)):
+        rest = testing.run(ranks, run(shard, range(4, 5), restore=path))
+        for x, y in zip(expected, rest[0], strict=True):
+            np.testing.assert_array_equal(x, y)
