@@ -9,7 +9,9 @@ only, would count in any order: there the seed is 0.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -41,6 +43,17 @@ def begin(seed: int) -> None:
 def position() -> list[int]:
     """Return where the count of this replica is; assign to its items to go there."""
     return _made.get()
+
+
+@contextlib.contextmanager
+def counted_from(number: int) -> Iterator[None]:
+    """Count from a number that the ranks share; go on where the count was."""
+    made = position()
+    before, made[1] = made[1], number << 32
+    try:
+        yield
+    finally:
+        made[1] = before
 
 
 def next_seed() -> int:

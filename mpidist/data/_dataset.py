@@ -70,10 +70,10 @@ class Dataset(Elements):
         Args:
             buffer_size: the size of the buffer; 1: the order stays. None, or
                 `UNKNOWN_CARDINALITY`: a buffer for all elements.
-            seed: 0 or more. None: the next one of a sequence, which is the same on all
-                ranks if they make the same datasets, and in each run, unless
-                `mpidist.seed_all` begins another; 0 in functions that run while
-                elements are read.
+            seed: 0 or more. None: the next one of a sequence, which is the same in each
+                run, unless `mpidist.seed_all` begins another, and on all ranks if they
+                make the same datasets, or make them in a function that they pass to a
+                strategy; 0 in functions that run as elements are read.
             reshuffle_each_iteration: whether each iteration over the dataset, and each
                 round of a later `repeat`, has a different order; None: True.
             name: accepted.
@@ -103,11 +103,12 @@ class Dataset(Elements):
                 "after the other, so they are shuffled in a buffer; write "
                 "`shuffle(buffer_size, seed=seed)`"
             )
-        seed = as_seed("shuffle", seed)
+        number = as_seed("shuffle", seed)
         anew = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
         first = "" if size is None else f"{size}, "
-        call = f"shuffle({first}seed={seed}{'' if anew else ', always in one order'})"
-        return Dataset(stages.Shuffle(stage, call, size, seed, anew))
+        first += f"seed={number}" if seed is not None else f"no seed: {number}"
+        call = f"shuffle({first}{'' if anew else ', always in one order'})"
+        return Dataset(stages.Shuffle(stage, call, size, number, anew))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Repeat the dataset ``count`` times; None or -1: infinitely."""

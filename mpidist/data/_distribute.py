@@ -9,7 +9,7 @@ from typing import Any
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
-from mpidist._base import nest
+from mpidist._base import nest, shuffle_seeds
 from mpidist._base.environment import debugging
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
@@ -128,15 +128,17 @@ class DistributedDataset:
                 "`strategy.experimental_distribute_dataset(dataset)`",
             )
             section.kind = "raised"
-            made = dataset_fn(input_context)
+            with shuffle_seeds.counted_from(number):
+                made = dataset_fn(input_context)
             if functions and callable(made) and not hasattr(made, "__iter__"):
                 made = Calls(made)
             return chosen, input_of(made, f"{call}: the function's dataset")
 
+        number = group.registry.next_key()
         chosen, stage = run_section(group.guard, Call(call), make)
         to_device = bool(chosen.experimental_fetch_to_device)
         feed = Feed(group, stage, None, to_device)
-        feed.number = group.registry.next_key()
+        feed.number = number
         return DistributedDataset(feed)
 
     @tells("iter(dataset)", operator.attrgetter("_feed.group"))

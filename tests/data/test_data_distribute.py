@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 
 import numpy as np
 import posing
 import pytest
-from replicas import own
+from replicas import everywhere, own
 
 import mpidist
 from mpidist import data
+from mpidist._base import shuffle_seeds
 from mpidist._strategy.strategy import group_of
 from mpidist.data import ArraySpec, AutoShardPolicy, Dataset
 from mpidist.data._rows import split_as_it_comes, split_by_plan
@@ -265,6 +267,32 @@ def test_each_rank_has_a_pipeline_of_its_own(strategy, rank, size):
     assert dataset.element_spec == ArraySpec((None,), np.dtype(np.int64))
     older = strategy.experimental_distribute_datasets_from_function(dataset_fn)
     assert mine(strategy, older) == parts
+
+
+@core
+def test_ranks_shuffle_alike_without_a_seed(strategy, rank, size):
+    before = shuffle_seeds.position()[1]
+
+    def dataset_fn(context):
+        rows = Dataset.range(8 * size).shuffle(8 * size)
+        rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return rows.batch(8)
+
+    if rank == 0:
+        Dataset.range(9).shuffle(9)  # for itself, such as for a picture
+    try:
+        dataset = strategy.distribute_datasets_from_function(dataset_fn)
+        other = strategy.distribute_datasets_from_function(dataset_fn)
+        rows = everywhere(*mine(strategy, dataset))
+        assert sorted(itertools.chain(*rows)) == list(range(8 * size))
+        assert mine(strategy, other) != [rows[rank]]
+        # Global batches must be the same on all ranks.
+        batches = Dataset.range(8 * size).shuffle(8 * size).batch(2 * size)
+        if size > 1:
+            with pytest.raises(mpidist.CollectiveMismatchError, match="no seed: "):
+                strategy.experimental_distribute_dataset(batches)
+    finally:
+        shuffle_seeds.position()[1] = before
 
 
 @core
