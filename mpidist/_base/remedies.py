@@ -33,7 +33,8 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
     - ``names``: what to write, by the module or class and the missing name.
     - ``keywords``: by the call and the keyword, ``write``; ``ignored`` if it is ignored
       with any value, as it changes no result; and ``default``, the value that says what
-      is the case here, which is ignored, as None and False are.
+      is the case here, which is ignored, as None and False are. ``like`` names an
+      earlier call, whose other keywords it has too.
 
     A text ``=KEY`` in the file stands for one that several names share.
     """
@@ -43,6 +44,8 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
     for names in whole["names"].values():
         names.update({name: shared.get(text, text) for name, text in names.items()})
     for keywords in whole["keywords"].values():
+        alike = whole["keywords"].get(keywords.pop("like", ""), {})
+        keywords.update(alike | keywords)
         for keyword in keywords.values():
             keyword["write"] = shared.get(keyword["write"], keyword["write"])
     return whole  # type: ignore[no-any-return]  # of json

@@ -75,7 +75,7 @@ except tf.errors.OutOfRangeError:
     print("end of the data")
 status = checkpoint.restore(manager.latest_checkpoint)
 status.assert_consumed()
-optimizer.learning_rate.assign(0.25)
+optimizer.lr.assign(0.25)
 history = [float(w.numpy())]
 print(round(history[0], 6))
 """
