@@ -50,10 +50,11 @@ def table(verdicts: dict[str, dict[str, str]] | None = None) -> str:
         for case in cases:
             key = (case.kind, case.result, case.afterwards)
             alike.setdefault(key, []).append(case.fault)
-        rows = [
-            [kind, "; ".join(faults), result, afterwards]
-            for (kind, result, afterwards), faults in alike.items()
-        ]
+        rows, latest = [], ""
+        for (kind, result, afterwards), faults in alike.items():
+            told = kind if kind != latest else ""
+            rows.append([told, "; ".join(faults), result, afterwards])
+            latest = kind
     else:
         heads += verdicts
         rows = [
