@@ -72,6 +72,8 @@ def write_checkpoint(
 ) -> None:
     """Write the files of a checkpoint, and synchronise them to disk.
 
+    There is never a second copy of all arrays.
+
     Args:
         directory: the path of an empty directory.
         number: the number in the name of the array file.
@@ -82,8 +84,19 @@ def write_checkpoint(
         saved_at_ns: the time, for the manifest.
     """
     name = f"arrays-{number}.{file_format}"
-    path = os.path.join(directory, name)
-    parts, rest = _write_arrays(path, arrays, file_format)
+    parts: dict[str, Part] = {}
+    with open(os.path.join(directory, name), "x+b") as file:
+
+        def part_of_file() -> tuple[int, int, str]:
+            file.flush()
+            start, end = end_of(parts), file.tell()
+            return start, end, checksum(file.fileno(), start, end)
+
+        write = _write_npz if file_format == "npz" else _write_safetensors
+        for array, x in write(file, arrays):
+            parts[array] = Part(*part_of_file(), x.dtype.name, x.shape, x.nbytes)
+        rest = Part(*part_of_file())
+        os.fsync(file.fileno())
     manifest = Manifest(replicas, saved_at_ns, name, parts, rest, states)
     write_manifest(os.path.join(directory, MANIFEST), manifest)
 
@@ -111,26 +124,6 @@ def _safetensors_name(dtype: DType) -> str:
     if found is None:
         return ""
     return {"uint": "U", "int": "I", "bfloat": "BF", "float": "F"}[found[1]] + found[2]
-
-
-def _write_arrays(
-    path: str, arrays: Mapping[str, Stored], file_format: FileFormat
-) -> tuple[dict[str, Part], Part]:
-    """Write the array file; return its parts. There is never a second copy of it."""
-    parts: dict[str, Part] = {}
-    with open(path, "x+b") as file:
-
-        def part_of_file() -> tuple[int, int, str]:
-            file.flush()
-            start, end = end_of(parts), file.tell()
-            return start, end, checksum(file.fileno(), start, end)
-
-        write = _write_npz if file_format == "npz" else _write_safetensors
-        for name, x in write(file, arrays):
-            parts[name] = Part(*part_of_file(), x.dtype.name, x.shape, x.nbytes)
-        rest = Part(*part_of_file())
-        os.fsync(file.fileno())
-    return parts, rest
 
 
 def _write_npz(file: IO[bytes], arrays: Mapping[str, Stored]) -> _Written:

@@ -139,33 +139,27 @@ class SimpleClusterResolver(ClusterResolver):
         return dict(self._num_accelerators)
 
 
-class _OfTFConfig:
-    """An attribute that is read from ``TF_CONFIG`` unless it was set.
+def _of_tf_config(*keys: str, kind: type, default: object = None) -> Any:
+    """Return a property: what was assigned, or else what ``TF_CONFIG`` says.
 
     Args:
         keys: where it stands in the variable.
         kind: its type.
         default: if the variable does not say.
     """
+    *section, key = keys
 
-    def __init__(self, *keys: str, kind: type, default: object = None) -> None:
-        self._keys = keys
-        self._kind = kind
-        self._default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._set = f"_{name}"
-
-    def __set__(self, resolver: object, value: object) -> None:
-        setattr(resolver, self._set, value)
-
-    def __get__(self, resolver: object, owner: type) -> Any:
-        given = getattr(resolver, self._set, None)
+    def get(resolver: ClusterResolver) -> Any:
+        given = vars(resolver).get(f"_{key}")
         if given is not None:
             return given
-        *section, key = self._keys
         found = (_section(*section) if section else _tf_config()).get(key)
-        return self._default if found is None else self._kind(found)
+        return default if found is None else kind(found)
+
+    def assign(resolver: ClusterResolver, value: object) -> None:
+        vars(resolver)[f"_{key}"] = value
+
+    return property(get, assign, doc="Of ``TF_CONFIG``, unless it was assigned.")
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -190,10 +184,10 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: the name of the environment.
     """
 
-    task_type: Any = _OfTFConfig("task", "type", kind=str)
-    task_id: Any = _OfTFConfig("task", "index", kind=int)
-    rpc_layer: Any = _OfTFConfig("rpc_layer", kind=str)
-    environment: Any = _OfTFConfig("environment", kind=str, default="")
+    task_type: Any = _of_tf_config("task", "type", kind=str)
+    task_id: Any = _of_tf_config("task", "index", kind=int)
+    rpc_layer: Any = _of_tf_config("rpc_layer", kind=str)
+    environment: Any = _of_tf_config("environment", kind=str, default="")
 
     def __init__(
         self,

@@ -84,7 +84,14 @@ def run(
             if the training fails twice as if replicas had died, but none has.
         TypeError, ValueError: if an argument is invalid.
     """
-    _check(train, state, min_replicas, spares, make_strategy)
+    call, expected = "elastic.run", "`train` to be a function of a strategy and a state"
+    expect(callable(train), call, expected, train)
+    expected = "`state` to be a `mpidist.elastic.State`"
+    expect(isinstance(state, State), call, expected, state)
+    expected = "`make_strategy` to be a function of a communicator"
+    expect(callable(make_strategy), call, expected, make_strategy)
+    as_int(call, "min_replicas", min_replicas, least=1)
+    as_int(call, "spares", spares, least=0)
     storage = storage_of_state(state)
     if threads.current() is not None or not survival.is_on():
         return _run_once(train, state, storage, min_replicas, make_strategy)
@@ -95,23 +102,6 @@ def run(
             f"spares={spares}, got {world} ranks; start more, or write smaller numbers"
         )
     return _Survivor(storage, min_replicas, spares, make_strategy).run(train, state)
-
-
-def _check(
-    train: object,
-    state: object,
-    min_replicas: object,
-    spares: object,
-    make_strategy: object,
-) -> None:
-    call, expected = "elastic.run", "`train` to be a function of a strategy and a state"
-    expect(callable(train), call, expected, train)
-    expected = "`state` to be a `mpidist.elastic.State`"
-    expect(isinstance(state, State), call, expected, state)
-    expected = "`make_strategy` to be a function of a communicator"
-    expect(callable(make_strategy), call, expected, make_strategy)
-    as_int(call, "min_replicas", min_replicas, least=1)
-    as_int(call, "spares", spares, least=0)
 
 
 def _run_once(

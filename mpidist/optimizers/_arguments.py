@@ -324,7 +324,11 @@ def collect(
     # Sums get buffers of their own, if there are several replicas.
     kept = given.summed if group.collectives.comm.size > 1 else []
     if len(kept) < len(given.arrays):
-        _copy_views(given.arrays, kept, variables)
+        # A gradient that is a view of a variable changes while that is updated.
+        owners = {id(_owner(array_of(variable))) for variable in variables}
+        for i, x in enumerate(given.arrays):
+            if i not in kept and id(_owner(x)) in owners:
+                given.arrays[i] = x.copy()
     return given
 
 
@@ -337,16 +341,6 @@ def _is_usual(gradient: Gradient, array: Array) -> bool:
         and gradient.shape == array.shape
         and gradient.flags.c_contiguous
     )
-
-
-def _copy_views(
-    arrays: list[Array], kept: Sequence[int], variables: list[Variable]
-) -> None:
-    """Replace gradients that are views of variables, which the step changes."""
-    owners = {id(_owner(array_of(variable))) for variable in variables}
-    for i, x in enumerate(arrays):
-        if i not in kept and id(_owner(x)) in owners:
-            arrays[i] = x.copy()
 
 
 def _owner(x: Array) -> Array:

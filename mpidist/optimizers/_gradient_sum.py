@@ -8,7 +8,7 @@ from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array
 from mpidist._collectives.plan import Plan
 from mpidist._runtime import context
-from mpidist._runtime.group import BatchReducer, ReplicaGroup
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import PerReplica
 from mpidist._values.variable import Variable
 from mpidist.optimizers._arguments import APPLY, as_gradient
@@ -46,17 +46,7 @@ def sum_gradients(
     group.guard.agree(call)
     if ops is None or not arrays:
         return arrays
-    return _sum_by_user(group, ops, arrays, variables)
-
-
-def _sum_by_user(
-    group: ReplicaGroup,
-    ops: BatchReducer,
-    arrays: list[Array],
-    variables: list[Variable],
-) -> list[Array]:
-    """Sum with the user's `CrossDeviceOps`; check that all ranks got the same."""
-    collectives = group.collectives
+    # By the user's `CrossDeviceOps`; are the results the same on all ranks?
     number = group.registry.next_key()
     pairs = [
         (group.registry.wrap(PerReplica, x, (number, i)), variable)
@@ -69,10 +59,10 @@ def _sum_by_user(
             as_gradient(group, x, variable, False, True)
             for x, variable in zip(sums, variables, strict=True)
         ]
-        call = f"{APPLY} with gradients that `cross_device_ops` has reduced to "
-        if collectives.guard.checks:
-            call += ", ".join(checksums.summarize(x) for x in results)
+        text = f"{APPLY} with gradients that `cross_device_ops` has reduced to "
+        if group.guard.checks:
+            text += ", ".join(checksums.summarize(x) for x in results)
     except Exception as error:
-        collectives.invalid(APPLY, error)
-    collectives.guard.agree(Call(call))
+        group.collectives.invalid(APPLY, error)
+    group.guard.agree(Call(text))
     return results
