@@ -20,7 +20,7 @@ class ReduceOp(enum.Enum):
 
     ``SUM`` and ``MEAN`` are those of ``tf.distribute.ReduceOp``; ``MIN``, ``MAX``
     and ``PROD`` are additional. Names are accepted in place of members, in upper or
-    lower case. `mpidist docs porting` has the table of dtypes and operations.
+    lower case. ``mpidist docs porting`` has the table of dtypes and operations.
     """
 
     SUM = "SUM"

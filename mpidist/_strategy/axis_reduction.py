@@ -56,8 +56,9 @@ def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
     entry = dtype_table.reduction(x.dtype, op, _CALL)
     for axis in axes:
         if not -x.ndim <= axis < x.ndim:
+            limits = f"-{x.ndim} <= axis < {x.ndim}" if x.ndim else "axis=None"
             raise ValueError(
-                f"{_CALL}: expected -{x.ndim} <= axis < {x.ndim} for "
+                f"{_CALL}: expected {limits} for "
                 f"{backend.describe(x)}, got axis={axis}{'' if x.ndim else _NO_AXES}"
             )
     xp = backend.module_of(x)
