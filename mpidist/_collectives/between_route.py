@@ -18,7 +18,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array
 from mpidist._collectives import nodes
-from mpidist._collectives.core_routes import CoreNest, EagerReduce
+from mpidist._collectives.core_routes import EagerReduce
 from mpidist._collectives.plan import Results, Signature
 from mpidist._collectives.resources import Resources
 from mpidist._mpi.buffers import Way
@@ -42,11 +42,10 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
         return None
     if not has_same_bits(resources):
         return None
-    nest = CoreNest(leaves, comm.size, wide=True)
-    if any(leaf.on_device for leaf in leaves) or not nest.has_kernels:
+    if signature.on_device or not signature.nest.has_kernels:
         return None
     unit = _native.core.PAYLOAD_ALIGNMENT
-    nbytes = sum(round_up(size, unit) for size in nest.sizes)
+    nbytes = sum(round_up(size, unit) for size in signature.nest.sizes)
     way = None
     if nbytes > room:
         way = comm.buffers.way
@@ -58,7 +57,7 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
             most = min(most, nodes.LEAST_BYTES - 1)
         if nbytes > most or runs > _MOST_RUNS:
             return None
-    return BetweenReduce(resources, signature, nest, way) if nbytes else None
+    return BetweenReduce(resources, signature, way) if nbytes else None
 
 
 def room_behind(resources: Resources) -> int:
@@ -81,7 +80,6 @@ class BetweenReduce(EagerReduce):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        nest: the leaves.
         way: how a nest moves that has no room behind the header.
     """
 
@@ -91,11 +89,9 @@ class BetweenReduce(EagerReduce):
         self,
         resources: Resources,
         signature: Signature,
-        nest: CoreNest,
         way: Way | None,
     ) -> None:
-        core = _new_core(resources, signature, nest, way)
-        super().__init__(resources, signature, nest, core)
+        super().__init__(resources, signature, _new_core(resources, signature, way))
         self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
 
     def __call__(
@@ -116,10 +112,10 @@ class BetweenReduce(EagerReduce):
 
 
 def _new_core(
-    resources: Resources, signature: Signature, nest: CoreNest, way: Way | None
+    resources: Resources, signature: Signature, way: Way | None
 ) -> _native.Reduce:
     """Return the nest in the core."""
-    guard, rows = resources.guard, nest.rows
+    guard, rows = resources.guard, signature.nest.rows
     nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
     number = signature.call.fingerprint
     arguments = guard.channel, rows, number, guard.patience_ms

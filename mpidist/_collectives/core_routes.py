@@ -13,7 +13,6 @@ Both add from rank 0 upwards, in the core, so both give the same bits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,11 +20,9 @@ import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
 from mpidist._base.memory import round_up
-from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import Array, DType, HostArray, Shape
-from mpidist._collectives.plan import Leaf, Plan, Results, Signature
+from mpidist._base.types import Array, HostArray
+from mpidist._collectives.plan import Plan, Results, Signature
 from mpidist._collectives.pool import SMALLEST
 from mpidist._collectives.resources import Resources
 
@@ -51,8 +48,8 @@ def shared(resources: Resources, signature: Signature) -> SharedReduce | None:
 
 
 def _is_on_node(resources: Resources, signature: Signature) -> bool:
-    on_device = any(leaf.on_device for leaf in signature.leaves)
-    return resources.node is not None and not on_device and takes(resources, signature)
+    on_node = resources.node is not None and not signature.on_device
+    return on_node and takes(resources, signature)
 
 
 def takes(resources: Resources, signature: Signature) -> bool:
@@ -60,11 +57,10 @@ def takes(resources: Resources, signature: Signature) -> bool:
 
     It says the same on ranks that have them on the host and on a GPU.
     """
-    several = resources.nodes is not None
     return (
-        (resources.node is not None or several)
+        (resources.node is not None or resources.nodes is not None)
         and signature.transports.host.name == "shared"
-        and CoreNest(signature.leaves, resources.comm.size, wide=several).has_kernels
+        and signature.nest.has_kernels
     )
 
 
@@ -74,119 +70,29 @@ def fits_header(resources: Resources, signature: Signature) -> bool:
     room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // resources.node.size)
     if resources.node.channel.tree:
         room = _EAGER_BYTES_CROWDED
-    nest = CoreNest(signature.leaves, resources.comm.size, wide=False)
-    total = sum(round_up(nbytes, _native.core.LINE) for nbytes in nest.sizes)
+    line = _native.core.LINE
+    total = sum(round_up(nbytes, line) for nbytes in signature.nest.sizes)
     return bool(total <= room)
 
 
-class CoreNest:
-    """The leaves of a reduction as the core takes them.
+def reduce_on_node(resources: Resources, signature: Signature) -> _native.Reduce:
+    """Return a nest in the core of this rank's node.
 
-    Dtypes are the leaves' own, also of 16-bit floats, which the kernels add in float32
-    and round once. Only means of integers are converted to floats before.
-
-    Args:
-        leaves: of the signature.
-        ranks: the number of ranks.
-        wide: whether 16-bit floats are summed as float32 on their way, and small
-            integers as 32-bit ones: between nodes sums are rounded, or wrap, more than
-            once.
-
-    Attributes:
-        rows: for the core; means are divided.
-        shapes: and dtypes.
-        sizes: in bytes.
-        casts: whether arrays are converted to these dtypes.
+    Of several nodes the sum over the nodes is divided, not that of one.
     """
-
-    def __init__(self, leaves: list[Leaf], ranks: int, *, wide: bool) -> None:
-        self.shapes: list[tuple[Shape, DType]] = [
-            (leaf.shape, _travels_as(leaf, wide)) for leaf in leaves
-        ]
-        self.rows = [
-            _native.ReduceLeaf(
-                _name_of(dtype),
-                leaf.reduction.combining,
-                shape,
-                ranks if leaf.reduction.op is ReduceOp.MEAN else 0,
-            )
-            for leaf, (shape, dtype) in zip(leaves, self.shapes, strict=True)
-        ]
-        self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes]
-        self.casts: bool = any(
-            leaf.reduction.dtype is not dtype
-            for leaf, (_, dtype) in zip(leaves, self.shapes, strict=True)
-        )
-        self._views = any(row.dtype == "bf2" for row in self.rows)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return sum(self.sizes)
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether the core can reduce all leaves."""
-        has_kernel = _native.core.has_kernel
-        return all(has_kernel(row.dtype, row.operation) for row in self.rows)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the core takes the arrays as they are."""
-        return not (self.casts or self._views)
-
-    def sources(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return arrays for the core, converted to its dtypes."""
-        found = list(arrays)
-        if self.casts:
-            found = [
-                x if x.dtype == dtype else x.astype(dtype)
-                for x, (_, dtype) in zip(arrays, self.shapes, strict=True)
-            ]
-        return self.raw(found)
-
-    def raw(self, arrays: list[Array]) -> list[Array]:
-        """Return arrays with the buffer protocol, which bfloat16 lacks."""
-        if not self._views:
-            return arrays
-        return [
-            backend.contiguous(x).view(np.uint16) if backend.is_bfloat16(x.dtype) else x
-            for x in arrays
-        ]
-
-    def on_node(self, resources: Resources, signature: Signature) -> _native.Reduce:
-        """Return the nest in the core of this rank's node.
-
-        Of several nodes the sum over the nodes is divided, not that of one.
-        """
-        node, rows = resources.node, self.rows
-        if resources.nodes is not None:
-            node = resources.nodes.node
-            rows = [row._replace(divisor=0) for row in rows]
-        assert node is not None
-        return _native.core.Reduce(
-            node.channel,
-            rows,
-            node.piece_bytes,
-            signature.call.fingerprint,
-            resources.guard.patience_ms,
-            signature.root is None,
-        )
-
-
-def _travels_as(leaf: Leaf, wide: bool) -> DType:
-    reduction = leaf.reduction
-    if wide and reduction.compute.itemsize > reduction.dtype.itemsize:
-        return reduction.compute
-    if reduction.op is ReduceOp.MEAN and reduction.dtype.kind in "iu":
-        return reduction.result
-    return reduction.dtype
-
-
-def _name_of(dtype: DType) -> str:
-    if backend.is_bfloat16(dtype):
-        return "bf2"
-    return f"{dtype.kind}{dtype.itemsize}"
+    node, rows = resources.node, signature.nest.rows
+    if resources.nodes is not None:
+        node = resources.nodes.node
+        rows = [row._replace(divisor=0) for row in rows]
+    assert node is not None
+    return _native.core.Reduce(
+        node.channel,
+        rows,
+        node.piece_bytes,
+        signature.call.fingerprint,
+        resources.guard.patience_ms,
+        signature.root is None,
+    )
 
 
 class CoreReduce(Plan):
@@ -195,7 +101,6 @@ class CoreReduce(Plan):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        nest: the leaves.
         exchange: the step. Its arguments: sources, results, where the results are (if
             that matters), the fingerprint of the call, and how many milliseconds to
             wait. It returns the status of the header; or None, if the arrays are not
@@ -206,11 +111,10 @@ class CoreReduce(Plan):
         self,
         resources: Resources,
         signature: Signature,
-        nest: CoreNest,
         exchange: Callable[..., Any],
     ) -> None:
         super().__init__(resources, signature.call)
-        self._nest = nest
+        self._nest = nest = signature.nest
         self._shapes = nest.shapes
         self._plain = nest.is_plain
         self._exchange = exchange
@@ -284,7 +188,6 @@ class EagerReduce(CoreReduce):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        nest: the leaves; None: those of the signature.
         core: the nest in the core; None: on this node.
     """
 
@@ -294,15 +197,14 @@ class EagerReduce(CoreReduce):
         self,
         resources: Resources,
         signature: Signature,
-        nest: CoreNest | None = None,
         core: _native.Reduce = None,
     ) -> None:
-        nest = nest or CoreNest(signature.leaves, resources.comm.size, wide=False)
-        core = core or nest.on_node(resources, signature)
-        super().__init__(resources, signature, nest, core.eager)
-        large = nest.nbytes >= SMALLEST
+        core = core or reduce_on_node(resources, signature)
+        super().__init__(resources, signature, core.eager)
+        large = self._nest.nbytes >= SMALLEST
         self._new = resources.pool.empty if large else np.empty
-        if len(nest.rows) == 1 and self._plain and not self._to_root and not large:
+        alone = len(signature.leaves) == 1
+        if alone and self._plain and not self._to_root and not large:
             self.quick = core
             self.quick_bytes = SMALLEST
 
@@ -323,9 +225,8 @@ class SharedReduce(CoreReduce):
     route = "shared"
 
     def __init__(self, resources: Resources, signature: Signature) -> None:
-        nest = CoreNest(signature.leaves, resources.comm.size, wide=False)
-        core = nest.on_node(resources, signature)
-        super().__init__(resources, signature, nest, core.shared)
+        core, nest = reduce_on_node(resources, signature), signature.nest
+        super().__init__(resources, signature, core.shared)
         assert resources.node is not None
         self.node = resources.node
         self._room = core.nbytes

@@ -24,14 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.types import Array, DType
 from mpidist._collectives import nodes
 from mpidist._collectives.between_route import has_same_bits
 from mpidist._collectives.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
-from mpidist._collectives.core_routes import CoreNest, takes
+from mpidist._collectives.core_routes import reduce_on_node, takes
 from mpidist._collectives.nodes import NodeExchange, Nodes
 from mpidist._collectives.plan import PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
@@ -41,16 +40,15 @@ def hierarchical(
     resources: Resources, signature: Signature
 ) -> HierarchicalReduce | None:
     """Return the plan of a large nest of host arrays."""
-    if resources.nodes is None or any(leaf.on_device for leaf in signature.leaves):
+    if resources.nodes is None or signature.on_device:
         return None
     if not takes(resources, signature):
         return None
     if not has_same_bits(resources):
         return None
     groups = _groups(resources, signature)
-    nbytes = CoreNest(signature.leaves, resources.comm.size, wide=True).nbytes
     compresses = any(compressed for _, compressed in groups)
-    if nbytes < nodes.LEAST_BYTES and not compresses:
+    if signature.nest.nbytes < nodes.LEAST_BYTES and not compresses:
         return None
     return HierarchicalReduce(resources, resources.nodes, signature, groups)
 
@@ -66,8 +64,7 @@ def _groups(resources: Resources, signature: Signature) -> list[tuple[list[int],
             plain.append(index)
     groups = []
     for members in lossy.values():
-        leaves = [signature.leaves[i] for i in members]
-        nbytes = CoreNest(leaves, resources.comm.size, wide=True).nbytes
+        nbytes = _part_of(signature, members, lossy=True).nest.nbytes
         if nbytes > LEAST_COMPRESSED_BYTES:
             groups.append((members, True))
         else:
@@ -101,11 +98,8 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._groups = [
-            (
-                members,
-                _Group(resources, nodes, _part_of(signature, members, compressed)),
-            )
-            for members, compressed in groups
+            (members, _Group(resources, nodes, _part_of(signature, members, lossy)))
+            for members, lossy in groups
         ]
 
     def _prepare(self, arrays: list[Array]) -> _Call:
@@ -139,11 +133,11 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         return results
 
 
-def _part_of(signature: Signature, members: list[int], compressed: bool) -> Signature:
+def _part_of(signature: Signature, members: list[int], lossy: bool) -> Signature:
     return dataclasses.replace(
         signature,
         leaves=[signature.leaves[i] for i in members],
-        compress=signature.compress if compressed else None,
+        compress=signature.compress if lossy else None,
     )
 
 
@@ -167,14 +161,22 @@ class _Group:
     def __init__(
         self, resources: Resources, nodes: Nodes, signature: Signature
     ) -> None:
-        nest = CoreNest(signature.leaves, resources.comm.size, wide=True)
-        self.nbytes: int = nest.nbytes
-        self._shapes = nest.shapes
+        self.nbytes: int = signature.nest.nbytes
+        self._shapes = signature.nest.shapes
         self._nodes = nodes
         self._guard = resources.guard
-        self._core = nest.on_node(resources, signature)
+        self._core = reduce_on_node(resources, signature)
         self._wanted = signature.root in (None, resources.comm.rank)
-        self._exchange = exchange_of(resources, nodes, signature, nest, self._core)
+        nest = signature.nest
+        self._exchange = NodeExchange(
+            nodes,
+            resources.guard,
+            self._core,
+            nest.rows,
+            nest.sizes,
+            signature.compress() if signature.compress else None,
+            nest.shapes[0][1] if nest.shapes else None,
+        )
 
     def prepare(self, pairs: list[tuple[Array, Array | None]]) -> _Work:
         """Return what the core reads, and what it writes. Not collective.
@@ -220,23 +222,3 @@ class _Group:
             raise
         finally:
             core.finish()
-
-
-def exchange_of(
-    resources: Resources,
-    nodes: Nodes,
-    signature: Signature,
-    nest: CoreNest,
-    core: _native.Reduce,
-) -> NodeExchange:
-    """Return the object that reduces pieces of a nest over the nodes."""
-    compression = signature.compress() if signature.compress else None
-    return NodeExchange(
-        nodes,
-        resources.guard,
-        core,
-        nest.rows,
-        nest.sizes,
-        compression,
-        nest.shapes[0][1] if nest.shapes else None,
-    )

@@ -15,6 +15,7 @@ alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
@@ -23,8 +24,10 @@ import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
+from mpidist._base import backend
 from mpidist._base.cache import Cache
-from mpidist._base.types import Array, HostArray, Nest, Shape
+from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.types import Array, DType, HostArray, Nest, Shape
 from mpidist._collectives.compression import Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.resources import Resources
@@ -53,6 +56,97 @@ class Leaf:
         return math.prod(self.shape)
 
 
+class CoreNest:
+    """The leaves of a reduction as the core takes them.
+
+    Dtypes are the leaves' own, also of 16-bit floats, which the kernels add in float32
+    and round once. Only means of integers are converted to floats before.
+
+    Args:
+        leaves: of the signature.
+        ranks: the number of ranks.
+        wide: whether 16-bit floats are summed as float32 on their way, and small
+            integers as 32-bit ones: between nodes sums are rounded, or wrap, more than
+            once.
+
+    Attributes:
+        rows: for the core; means are divided.
+        shapes: and dtypes.
+        sizes: in bytes.
+        casts: whether arrays are converted to these dtypes.
+    """
+
+    def __init__(self, leaves: list[Leaf], ranks: int, *, wide: bool) -> None:
+        self.shapes: list[tuple[Shape, DType]] = [
+            (leaf.shape, _travels_as(leaf, wide)) for leaf in leaves
+        ]
+        self.rows = [
+            _native.ReduceLeaf(
+                _name_of(dtype),
+                leaf.reduction.combining,
+                shape,
+                ranks if leaf.reduction.op is ReduceOp.MEAN else 0,
+            )
+            for leaf, (shape, dtype) in zip(leaves, self.shapes, strict=True)
+        ]
+        self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes]
+        self.casts: bool = any(
+            leaf.reduction.dtype is not dtype
+            for leaf, (_, dtype) in zip(leaves, self.shapes, strict=True)
+        )
+        self._views = any(row.dtype == "bf2" for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(self.sizes)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the core can reduce all leaves."""
+        has_kernel = _native.core.has_kernel
+        return all(has_kernel(row.dtype, row.operation) for row in self.rows)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the core takes the arrays as they are."""
+        return not (self.casts or self._views)
+
+    def sources(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return arrays for the core, converted to its dtypes."""
+        found = list(arrays)
+        if self.casts:
+            found = [
+                x if x.dtype == dtype else x.astype(dtype)
+                for x, (_, dtype) in zip(arrays, self.shapes, strict=True)
+            ]
+        return self.raw(found)
+
+    def raw(self, arrays: list[Array]) -> list[Array]:
+        """Return arrays with the buffer protocol, which bfloat16 lacks."""
+        if not self._views:
+            return arrays
+        return [
+            backend.contiguous(x).view(np.uint16) if backend.is_bfloat16(x.dtype) else x
+            for x in arrays
+        ]
+
+
+def _travels_as(leaf: Leaf, wide: bool) -> DType:
+    reduction = leaf.reduction
+    if wide and reduction.compute.itemsize > reduction.dtype.itemsize:
+        return reduction.compute
+    if reduction.op is ReduceOp.MEAN and reduction.dtype.kind in "iu":
+        return reduction.result
+    return reduction.dtype
+
+
+def _name_of(dtype: DType) -> str:
+    if backend.is_bfloat16(dtype):
+        return "bf2"
+    return f"{dtype.kind}{dtype.itemsize}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """What is known of a reduction before its values.
@@ -63,6 +157,8 @@ class Signature:
         root: the one rank that wants the results; None: all do.
         transports: of the options.
         bytes_per_pack: the maximum size of a bucket of several leaves.
+        ranks: the number of ranks.
+        wide: whether sums are rounded more than once: see `CoreNest`.
         compress: makes the compression of a bucket, if sums are compressed.
     """
 
@@ -71,7 +167,19 @@ class Signature:
     root: int | None
     transports: Transports
     bytes_per_pack: int
+    ranks: int
+    wide: bool
     compress: Callable[[], Compression] | None = None
+
+    @functools.cached_property
+    def nest(self) -> CoreNest:
+        """The leaves as the core takes them."""
+        return CoreNest(self.leaves, self.ranks, wide=self.wide)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some leaf is on a GPU."""
+        return any(leaf.on_device for leaf in self.leaves)
 
 
 class Plan:

@@ -242,6 +242,8 @@ class Plans:
             root,
             resources.transports_of(options),
             options.bytes_per_pack or resources.environment.bytes_per_pack,
+            resources.comm.size,
+            resources.node is None,
             compress,
         )
 

@@ -24,7 +24,7 @@ from mpidist._collectives.staged import store
 
 def staged(resources: Resources, signature: Signature) -> Plan | None:
     """Return the plan of a nest with leaves on a GPU."""
-    if not any(leaf.on_device for leaf in signature.leaves):
+    if not signature.on_device:
         return None
     if resources.comm.size == 1:  # a copy on the GPU
         host = signature.transports.host
