@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from mpidist._agreement.breakdown import State
 from mpidist._agreement.guard import Guard
-from mpidist._agreement.mismatch import Call, ErrorKind
+from mpidist._agreement.mismatch import Call, ErrorKind, fingerprint
 from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, was_told
 
 _R = TypeVar("_R")
@@ -22,23 +22,27 @@ class SectionResult:
 
     Attributes:
         kind: of an exception that the section raises on this rank.
-        text: the result, or a function that returns it, for messages.
         fingerprint: of the result.
     """
 
     kind: ErrorKind = "invalid"
-    text: str | Callable[[], str] = ""
     fingerprint = 0
+    _result = ("", 0)
 
-    def set_result(self, text: str | Callable[[], str], fingerprint: int) -> None:
+    def set_result(self, text: str, number: int = 0) -> None:
         """Say what the result is, which must be the same on all ranks.
 
         Args:
-            text: the result, or a function that returns it, for the message if the
-                ranks differ.
-            fingerprint: 62 bits that differ if the result does.
+            text: of the result, also for the message if the ranks differ.
+            number: another part of it.
         """
-        self.text, self.fingerprint = text, fingerprint
+        self._result = text, number
+        self.fingerprint = fingerprint(text) ^ number
+
+    def describe(self) -> str:
+        """Return the text of the result."""
+        text, number = self._result
+        return f"{text} [#{number}]" if number else text
 
 
 def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -> _R:
@@ -75,7 +79,7 @@ def _run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) 
             if isinstance(error, CollectiveError):
                 section.kind = "agreed"
         error = join(
-            guard, call, error, section.kind, section.text, section.fingerprint
+            guard, call, error, section.kind, section.describe, section.fingerprint
         )
     except BaseException as raised:
         # Such as Ctrl-C: those who are in the section learn that this rank is not
@@ -95,9 +99,9 @@ def join(
     guard: Guard,
     call: Call,
     error: BaseException | None,
-    kind: ErrorKind = "raised",
-    result: str | Callable[[], str] = "",
-    fingerprint: int = 0,
+    kind: ErrorKind,
+    describe: Callable[[], str],
+    number: int,
 ) -> BaseException | None:
     """Wait until every rank has come to the end of a section; return what to raise.
 
@@ -111,13 +115,13 @@ def join(
         call: the end of the section.
         error: what this rank raised in it.
         kind: of that error.
-        result: of the section, or a function that returns it, for messages.
-        fingerprint: of the result.
+        describe: returns the result of the section, for messages.
+        number: its fingerprint.
     """
     if guard.calls is None:
-        return _join(guard, call, error, kind, result, fingerprint)
+        return _join(guard, call, error, kind, describe, number)
     with guard.observed(call, call) as span:
-        found = _join(guard, call, error, kind, result, fingerprint)
+        found = _join(guard, call, error, kind, describe, number)
         if span is not None and found is not None:
             span.raised = type(found).__name__
     return found
@@ -128,8 +132,8 @@ def _join(
     call: Call,
     error: BaseException | None,
     kind: ErrorKind,
-    result: str | Callable[[], str],
-    fingerprint: int,
+    describe: Callable[[], str],
+    number: int,
 ) -> BaseException | None:
     if error is not None:
         guard.interrupted(call.text, error)
@@ -148,7 +152,7 @@ def _join(
     if not guard.enabled:
         return error
     try:
-        while not guard.exchange(call, 0 if error is None else 1, fingerprint):
+        while not guard.exchange(call, 0 if error is None else 1, number):
             found, joined = guard.reports.exchange(call, error, kind, joining=True)
             if error is None:
                 error, kind = found, "agreed"
@@ -158,6 +162,5 @@ def _join(
     except CollectiveTimeoutError as timeout:
         raise timeout from error  # which would be lost otherwise
     if not guard.channel.verdict[2]:
-        text = result if isinstance(result, str) else result()
-        return guard.reports.exchange(Call(f"{call.text} -> {text}"))[0]
+        return guard.reports.exchange(Call(f"{call.text} -> {describe()}"))[0]
     return error

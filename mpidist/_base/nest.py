@@ -23,7 +23,9 @@ from mpidist._base.types import Nest
 NAMESPACE: Final = "mpidist"
 _Keys: TypeAlias = Any  # a tuple of the keys of a mapping
 _Node: TypeAlias = tuple[list[Nest], _Keys, _Keys]  # children, keys, entries
-_LEAF: Final = "\0"  # represents a leaf in a text; no repr of a key contains it
+LEAF: Final = "*"
+"""The text of the structure of a leaf."""
+_PLACE: Final = "\0"  # of a leaf in a text; no repr of a key contains it
 
 
 class Structure:
@@ -34,8 +36,8 @@ class Structure:
     def __init__(self, spec: optree.PyTreeSpec) -> None:
         self._spec = spec
         order: list[int] = []
-        self._parts = _describe(spec, 0, order).split(_LEAF)
-        self._text = "*".join(self._parts)
+        self._parts = _describe(spec, 0, order).split(_PLACE)
+        self._text = LEAF.join(self._parts)
         identity = order == list(range(len(order)))
         self._order = None if identity else order
 
@@ -128,7 +130,7 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
     """Return the canonical text of ``spec``; append its leaf numbers to order."""
     if spec.is_leaf():
         order.append(first)
-        return _LEAF
+        return _PLACE
     children = spec.children()
     entries: list[Any] = list(spec.entries())
     starts: list[int] = []

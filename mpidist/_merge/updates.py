@@ -64,8 +64,6 @@ UpdateFunction: TypeAlias = Callable[..., Any]
 
 _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
-_LEAF: Final = str(nest.flatten(None)[1])
-_LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
 # Types of arguments that a function receives unchanged.
 _AS_THEY_ARE: Final = frozenset(
     (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
@@ -81,7 +79,7 @@ class _Effect:
     fn: UpdateFunction
     arguments: str  # "" if they are known to be the same on all ranks
     unreduced: str  # which of them are each replica's own
-    structure: str = _LEAF  # of the result
+    structure: str = nest.LEAF  # of the result
     written: list[tuple[VariableStorage, int]] = dataclasses.field(default_factory=list)
     returned: Sequence[Nest] = ()
 
@@ -207,8 +205,8 @@ class UpdateBatch:
             written = [v for _, v in sorted({v.key: v for v in written}.items())]
         # Chooses the words of large arrays to compare, as if at random.
         seed = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12
-        numbers, text = self._numbers, effect.structure
-        numbers.append(_LEAF_FINGERPRINT if text is _LEAF else fingerprint(text))
+        numbers = self._numbers
+        numbers.append(fingerprint(effect.structure))
         if effect.arguments:
             numbers.append(fingerprint_of_bytes(effect.arguments.encode()))
         for v in written:

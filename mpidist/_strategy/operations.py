@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Sequence
-from typing import Final
 
-from mpidist._agreement.mismatch import Call, call_of, fingerprint
+from mpidist._agreement.mismatch import Call, call_of
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
@@ -43,9 +42,6 @@ from mpidist._values.distributed import (
 from mpidist._values.locality import component_of, differs, is_same
 from mpidist._values.variable import Variable, storage_of
 
-_LEAF: Final = str(nest.flatten(None)[1])
-_LEAF_FINGERPRINT: Final = fingerprint(_LEAF)
-
 
 @dispatch.operation("call_for_each_replica")
 def _call_for_each_replica(
@@ -72,15 +68,14 @@ def _call_for_each_replica(
         # With the number of keys drawn: keys must name the same values on all ranks.
         keys = registry.count
         if result is None:
-            section.set_result(lambda: f"{_LEAF} [#{keys}]", _LEAF_FINGERPRINT ^ keys)
+            section.set_result(nest.LEAF, keys)
             return None
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
                 f"run: {call.text} is a generator or async function, which has not "
                 "begun when it returns; write a plain function"
             )
-        text = str(nest.flatten(result)[1])
-        section.set_result(lambda: f"{text} [#{keys}]", fingerprint(text) ^ keys)
+        section.set_result(str(nest.flatten(result)[1]), keys)
         return result
 
     result = run_section(group.guard, call, body)
@@ -369,8 +364,7 @@ def _distribute_values(
     def body(section: SectionResult) -> Nest:
         section.kind = "raised"
         value = value_fn(value_context)
-        text = str(nest.flatten(value)[1])
-        section.set_result(text, fingerprint(text))
+        section.set_result(str(nest.flatten(value)[1]))
         return value
 
     value = run_section(group.guard, call, body)
