@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import json
 import os
 import re
 import signal
@@ -26,12 +25,11 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mpidist._base.environment import debugging
 from mpidist._base.errors import format_ranks
 from mpidist._base.machine import boot_id, status_of
-from mpidist._mpi.communicator import AnyCommunicator
 
 # A real-time signal that neither glibc nor MPI launchers or SLURM use.
 _OFFSET: Final = 13
@@ -75,28 +73,36 @@ class Process:
     main_thread: int = 0
 
 
+def look() -> dict[str, Any]:
+    """Return what this rank tells the others, and let it answer signals."""
+    status = status_of(os.getpid())
+    return {
+        "namespace": _machine(),
+        "pid": os.getpid(),
+        "stack_file": _answer_signals(),
+        "start": status.start if status else -1,
+        "main_thread": threading.main_thread().ident or 0,
+    }
+
+
 class Stacks:
-    """The processes of a communicator, as those that can be asked. Collective.
+    """The processes of a communicator, as those that can be asked.
 
     Args:
-        comm: the ranks.
+        rank: this one.
+        said: what the ranks have told each other (`look`), with the names of their
+            hosts.
 
     Attributes:
         processes: of all ranks.
     """
 
-    def __init__(self, comm: AnyCommunicator) -> None:
-        self._rank = comm.rank
-        own = Process(
-            _machine(),
-            os.getpid(),
-            _answer_signals(),
-            comm.host_name,
-            status.start if (status := status_of(os.getpid())) else -1,
-            threading.main_thread().ident or 0,
-        )
-        rows = comm.all_gather_objects(json.dumps(dataclasses.astuple(own)).encode())
-        self.processes: list[Process] = [Process(*json.loads(row)) for row in rows]
+    def __init__(self, rank: int, said: list[dict[str, Any]]) -> None:
+        self._rank = rank
+        keys = ("namespace", "pid", "stack_file", "host", "start", "main_thread")
+        self.processes: list[Process] = [
+            Process(*(one[key] for key in keys)) for one in said
+        ]
 
     def report(
         self, waiting: Sequence[int], missing: Sequence[int], most_lines: int

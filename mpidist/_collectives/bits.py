@@ -9,8 +9,8 @@ depends on the order. All algorithms of Open MPI 5.0 and MPICH 5.0 pass.
 from __future__ import annotations
 
 import hashlib
-import pickle
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -20,15 +20,20 @@ from mpidist._base.types import HostArray
 from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.communicator import Communicator
 
-# For the room behind a header, and for two of MPI's algorithms.
-_COUNTS: Final = (100, 5_000, 30_000)
+# For MPI's algorithms for small and for large arrays; the first fits the room, too.
+_COUNTS: Final = (100, 30_000)
 _FINGERPRINT: Final = 1
 
+Digests: TypeAlias = tuple[bytes, bytes]
+"""Of this rank's sums with all ranks; of those with its peers, b"" without peers."""
 
-def same_on_all_ranks(
+NONE: Final[Digests] = (b"", b"")
+
+
+def digests_of_sums(
     comm: Communicator, channel: Channel, peers: BufferCollectives | None
-) -> bool:
-    """Return whether sums have the same bits on all ranks. Collective.
+) -> Digests:
+    """Return what `are_same` compares. Collective.
 
     Args:
         comm: the ranks.
@@ -37,25 +42,29 @@ def same_on_all_ranks(
     """
     # In the state of each rank its own sums would differ, and those of MPI.
     with np.errstate(all="ignore"), _native.DefaultFloatState():
-        found = hashlib.blake2b(digest_size=16)
+        found = _behind_header(channel, _awkward(comm.rank, _COUNTS[0])).tobytes()
         for count in _COUNTS:
-            x = _awkward(comm.rank, count)
-            found.update(_sum(comm.buffers, x).data)
-        found.update(_behind_header(channel, _awkward(comm.rank, _COUNTS[0])).data)
-        own = [b""] * comm.size
-        if peers is not None:
-            x = _awkward(peers.rank, _COUNTS[-1])
-            own[comm.local_rank] = hashlib.blake2b(_sum(peers, x).data).digest()
-    digests = comm.all_gather_objects(pickle.dumps((found.digest(), own)))
-    sums = [pickle.loads(item) for item in digests]
-    slots = [{row[slot] for _, row in sums} - {b""} for slot in range(comm.size)]
-    return len({whole for whole, _ in sums}) == 1 and all(len(x) < 2 for x in slots)
+            found += _sum(comm.buffers, _awkward(comm.rank, count))
+        of_peers = b""
+        if peers is not None:  # all groups of peers add the same numbers
+            of_peers = _digest(_sum(peers, _awkward(peers.rank, _COUNTS[-1])))
+    return _digest(found), of_peers
 
 
-def _sum(buffers: BufferCollectives, x: HostArray) -> HostArray:
+def are_same(rows: Sequence[Digests]) -> bool:
+    """Return whether all ranks have the same sums, and all that have peers."""
+    sums, of_peers = map(set, zip(*rows, strict=True))
+    return len(sums) == 1 and len(of_peers - {b""}) < 2
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _sum(buffers: BufferCollectives, x: HostArray) -> bytes:
     total = np.empty_like(x)
     buffers.allreduce(x, total, "SUM")
-    return total
+    return total.tobytes()
 
 
 def _awkward(rank: int, count: int) -> HostArray:

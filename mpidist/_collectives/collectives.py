@@ -7,7 +7,7 @@ on one rank alone is done before the agreement, and its failure is told to all r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from mpidist._agreement.guard import Guard
@@ -22,6 +22,7 @@ from mpidist._collectives.between_route import between
 from mpidist._collectives.bucket_route import buckets, mpi
 from mpidist._collectives.copies import Copies
 from mpidist._collectives.core_routes import eager, shared
+from mpidist._collectives.devices import Finding
 from mpidist._collectives.hierarchical_route import hierarchical
 from mpidist._collectives.nodes import NO_MEMORY, SharedMemory
 from mpidist._collectives.plan import PlanCache
@@ -80,9 +81,11 @@ class Collectives:
         self.buffers_like = copies.buffers_like
         self.check_plain = copies.check_plain
 
-    def decide_device_transports(self, timeout_seconds: float) -> None:
+    def decide_device_transports(
+        self, findings: Sequence[Finding], timeout_seconds: float
+    ) -> None:
         """Choose, with all ranks, how GPU buffers move; see `Resources`. Collective."""
-        self.resources.decide_devices(timeout_seconds)
+        self.resources.decide_devices(findings, timeout_seconds)
         self._forget()
 
     def close(self) -> None:

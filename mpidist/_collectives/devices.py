@@ -8,8 +8,8 @@ and all decide the same from them (`decide`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
+from collections.abc import Sequence
 from typing import Literal
 
 from mpidist._base import backend, nest
@@ -41,6 +41,7 @@ class Finding:
     Attributes:
         wanted: the name of the requested `CommunicationImplementation`.
         kind: "cpu" or "gpu".
+        index: of its device.
         gpu: the host and the PCI address of its GPU; "" without.
         cuda_aware: the value of ``MPIDIST_CUDA_AWARE``, if it is set.
         queried: how MPI reports that it is CUDA-aware; "" if it does not.
@@ -48,7 +49,8 @@ class Finding:
     """
 
     wanted: str
-    kind: str
+    kind: Literal["cpu", "gpu"]
+    index: int = 0
     gpu: str = ""
     cuda_aware: bool | None = None
     queried: str = ""
@@ -87,6 +89,7 @@ def look(
     finding = Finding(
         wanted=wanted.name,
         kind=device.kind,
+        index=device.index,
         cuda_aware=environment.cuda_aware,
     )
     if device.kind != "gpu":
@@ -101,7 +104,7 @@ def look(
     return dataclasses.replace(finding, gpu=gpu, queried=queried, no_nccl=no_nccl)
 
 
-def decide(findings: list[Finding]) -> Decision:
+def decide(findings: Sequence[Finding]) -> Decision:
     """Return the decision of all ranks: a function of the findings alone.
 
     Raises:
@@ -126,7 +129,7 @@ def decide(findings: list[Finding]) -> Decision:
     )
 
 
-def _check_environment(findings: list[Finding]) -> None:
+def _check_environment(findings: Sequence[Finding]) -> None:
     name, first = "MPIDIST_IMPLEMENTATION", findings[0].wanted
     for rank, finding in enumerate(findings):
         if finding.wanted != first:
@@ -139,7 +142,7 @@ def _check_environment(findings: list[Finding]) -> None:
 
 
 def _direct_or_staged(
-    findings: list[Finding],
+    findings: Sequence[Finding],
 ) -> tuple[Literal["direct", "staged"], str]:
     """Return the transport without NCCL, and why."""
     first = findings[0]
@@ -155,7 +158,7 @@ def _direct_or_staged(
     return "staged", "staged: the MPI does not say that it is CUDA-aware"
 
 
-def _why_no_nccl(findings: list[Finding]) -> tuple[str, bool]:
+def _why_no_nccl(findings: Sequence[Finding]) -> tuple[str, bool]:
     """Return why the ranks cannot use NCCL, and whether its library loads.
 
     The reason is "" if they can, as far as is known.
@@ -190,25 +193,28 @@ class Devices:
         # Until the ranks have decided: what works on any rank.
         self.decision: Decision = Decision("staged", "staged: one replica", mixed=True)
 
+    def look(self, wanted: CommunicationImplementation) -> Finding:
+        """Return what this rank finds, for a request of the options."""
+        host = self._comm.host_names[self._comm.rank]
+        return look(wanted, self._device, host, self._environment)
+
     def decide(
         self,
         wanted: CommunicationImplementation,
+        findings: Sequence[Finding],
         deadline: float | None,
     ) -> None:
         """Decide, with the other ranks, how GPU buffers move. Collective.
 
         Args:
             wanted: the request of the options or the environment.
+            findings: of all ranks.
             deadline: seconds for NCCL to connect the ranks; None: no limit.
 
         Raises:
             ValueError: on all ranks, if the request is unavailable.
         """
-        mine = look(wanted, self._device, self._comm.host_name, self._environment)
-        rows = self._comm.all_gather_objects(
-            json.dumps(dataclasses.asdict(mine)).encode()
-        )
-        decision = decide([Finding(**json.loads(row)) for row in rows])
+        decision = decide(findings)
         self.decision = decision
         if not decision.try_nccl:
             if decision.missing and decision.transport == "staged":

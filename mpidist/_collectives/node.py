@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from mpidist import _native
 from mpidist._base.machine import SHARED_MEMORY
@@ -78,15 +78,24 @@ class Node:
     piece_bytes: int
 
 
-def open_node(
-    comm: Communicator, *, wanted: bool, crowded: bool
-) -> tuple[Node | None, str]:
+def look(*, wanted: bool) -> dict[str, Any]:
+    """Return what this rank tells the others before they share memory.
+
+    Args:
+        wanted: whether it wants to.
+    """
+    problem = "" if _native.available() else _native.missing
+    return {
+        "no_memory": problem if wanted else "not asked for",
+        "free_memory": free_bytes(),
+    }
+
+
+def open_node(comm: Communicator) -> tuple[Node | None, str]:
     """Make shared memory on each node, if all ranks want it and can. Collective.
 
     Args:
-        comm: all ranks.
-        wanted: whether this rank wants it.
-        crowded: whether this machine has more ranks than cores.
+        comm: all ranks, which have told each other what `look` returned.
 
     Returns:
         This node's memory; None on all ranks if a step failed on one of them, and why
@@ -94,36 +103,50 @@ def open_node(
     """
     if comm.size == 1:
         return None, ""
-    core = _native.core
-    problem = "" if core is not None else _native.missing
-    problem = problem if wanted else "not asked for"
-    problem = problem or _too_many(comm)
-    found = agree(comm, problem)
+    core, said = _native.core, comm.agreement.about
+    found = _first([one["no_memory"] for one in said])
     if found:
         return None, found
-    rank, size = comm.local_rank, comm.local_size
-    area = comm.all_min(area_bytes_for(size, alone=comm.num_nodes == 1))
+    largest = max(comm.node_sizes)
+    if largest > core.MAX_RANKS:
+        at_most = f"at most {core.MAX_RANKS} can share memory"
+        return None, f"{largest} ranks on one node; {at_most}"
+    alone = comm.num_nodes == 1
+    area = min(area_bytes_for(size, alone=alone) for size in comm.node_sizes)
     # Results to which all ranks write are used on one node only.
-    arena = arena_bytes_for(comm) if comm.num_nodes == 1 else 0
-    total, head = core.total_bytes(size, area, arena)
-    spins = _SPINS_CROWDED if crowded else _SPINS
-    memory, problem = _share_file(comm, total, head)
-    if problem:
-        return None, problem
-    node, problem = _attempt(
-        lambda: connect(memory, size, rank, area, arena, crowded=crowded, spins=spins)
-    )
-    found = agree(comm, problem)
-    return (None, found) if found else (node, "")
+    free = min(one["free_memory"] for one in said)
+    arena = arena_bytes_for(free, comm.size) if alone else 0
+    total, head = core.total_bytes(comm.local_size, area, arena)
+    made: tuple[int, str] | None = None
+    problem = ""
+    if comm.local_rank == 0:
+        made, problem = _attempt(lambda: make_file(total, head))
+    try:
+        # A path of each node's first rank; the problem of any.
+        rows = comm.all_gather_objects(
+            f"!{problem}".encode() if problem else b"" if made is None else _path(made)
+        )
+        found = next((row[1:].decode() for row in rows if row.startswith(b"!")), "")
+        if found:
+            return None, f"no memory in {SHARED_MEMORY}: {found}"
+        path = rows[comm.node_ranks[0]].decode()
+        node, problem = _attempt(
+            lambda: connect(map_file(path, total), comm, area, arena)
+        )
+        texts = comm.all_gather_objects(problem.encode())
+        found = _first([text.decode() for text in texts])
+        return (None, found) if found else (node, "")
+    finally:
+        if made is not None:
+            os.close(made[0])
+            with contextlib.suppress(OSError):
+                os.unlink(made[1])
 
 
-def agree(comm: Communicator, problem: str) -> str:
-    """Return the first rank's problem, on all ranks; "" if none has one. Collective."""
-    texts = comm.all_gather_objects(problem.encode())
-    for rank, text in enumerate(texts):
-        if text:
-            return f"rank {rank}: {text.decode()}"
-    return ""
+def _first(problems: list[str]) -> str:
+    """Return the problem of the first rank that has one; "" if none has."""
+    found = (f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+    return next(found, "")
 
 
 def area_bytes_for(size: int, *, alone: bool = True) -> int:
@@ -140,13 +163,12 @@ def area_bytes_for(size: int, *, alone: bool = True) -> int:
     return min(largest, most // (2 * size + 2) // PAGE * PAGE)
 
 
-def arena_bytes_for(comm: Communicator) -> int:
-    """Return the size of an arena, the same on all ranks. Collective.
+def arena_bytes_for(free: int, size: int) -> int:
+    """Return the size of an arena: half of what is free, divided by the ranks.
 
-    Half of the free memory of the node, divided by its ranks. None is reserved yet.
+    None is reserved yet.
     """
-    room = free_bytes() // 2 // comm.local_size
-    return comm.all_min(min(room, _LARGEST_ARENA)) // PAGE * PAGE
+    return min(free // 2 // size, _LARGEST_ARENA) // PAGE * PAGE
 
 
 def free_bytes() -> int:
@@ -156,44 +178,6 @@ def free_bytes() -> int:
         return status.f_bavail * status.f_frsize
     except OSError:
         return 0
-
-
-def _too_many(comm: Communicator) -> str:
-    most = _native.core.MAX_RANKS
-    if comm.local_size <= most:
-        return ""
-    return f"{comm.local_size} ranks on one node; at most {most} can share memory"
-
-
-def _share_file(
-    comm: Communicator, total: int, head: int
-) -> tuple[_native.Memory | None, str]:
-    """Make the file and map it on all ranks. Collective.
-
-    Returns:
-        The memory and "", or None and the problem, the same on all ranks.
-    """
-    made: tuple[int, str] | None = None
-    problem = ""
-    if comm.local_rank == 0:
-        made, problem = _attempt(lambda: make_file(total, head))
-    try:
-        # A path of each node's first rank; the problem of any.
-        rows = comm.all_gather_objects(
-            b"!" + problem.encode() if problem else b"" if made is None else _path(made)
-        )
-        found = next((row[1:].decode() for row in rows if row.startswith(b"!")), "")
-        if found:
-            return None, f"no memory in {SHARED_MEMORY}: {found}"
-        path = rows[comm.node_ranks[0]].decode()
-        memory, problem = _attempt(lambda: map_file(path, total))
-        found = agree(comm, problem)
-        return (None, found) if found else (memory, "")
-    finally:
-        if made is not None:
-            os.close(made[0])
-            with contextlib.suppress(OSError):
-                os.unlink(made[1])
 
 
 def _path(made: tuple[int, str]) -> bytes:
@@ -243,18 +227,10 @@ def map_file(path: str, total: int) -> _native.Memory:
         os.close(fd)
 
 
-def connect(
-    memory: _native.Memory,
-    size: int,
-    rank: int,
-    area: int,
-    arena: int,
-    *,
-    crowded: bool,
-    spins: int,
-) -> Node:
-    core = _native.core
-    channel = core.Channel(memory, size, rank, area, arena, crowded, spins)
+def connect(memory: _native.Memory, comm: Communicator, area: int, arena: int) -> Node:
+    core, rank, size = _native.core, comm.local_rank, comm.local_size
+    spins = _SPINS_CROWDED if comm.crowded else _SPINS
+    channel = core.Channel(memory, size, rank, area, arena, comm.crowded, spins)
     pool = core.Pool(memory, channel.arena(rank), arena)
     return Node(memory, channel, pool, rank, size, area)
 

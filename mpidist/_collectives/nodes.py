@@ -31,7 +31,6 @@ from mpidist._collectives.compression import Compression
 from mpidist._collectives.node import Node, open_node
 from mpidist._mpi.buffers import BufferCollectives, Transfer
 from mpidist._mpi.communicator import Communicator
-from mpidist._mpi.library import is_crowded
 from mpidist._mpi.ops import host_op
 
 LEAST_BYTES: Final = 64 * 1024 + 1
@@ -100,44 +99,33 @@ class SharedMemory:
 NO_MEMORY: Final = SharedMemory()
 
 
-def open_shared_memory(comm: Communicator, *, wanted: bool) -> SharedMemory:
+def open_shared_memory(comm: Communicator) -> SharedMemory:
     """Make shared memory, if all ranks want it and can. Collective.
 
     Args:
-        comm: all ranks.
-        wanted: whether this rank wants it.
+        comm: all ranks, which have told each other what `node.look` returned.
     """
     if threads.current() is not None:
         return SharedMemory(problem="replicas are threads", in_process=True)
-    crowded = is_crowded(comm.machine_size)
-    # It decides how the ranks meet, so all must have the same answer.
-    crowded = not comm.all_min(int(not crowded))
     if comm.num_nodes > 1:
-        nodes, problem = open_nodes(comm, wanted=wanted, crowded=crowded)
+        nodes, problem = _open_nodes(comm)
         return SharedMemory(None, nodes, problem)
-    node, problem = open_node(comm, wanted=wanted, crowded=crowded)
+    node, problem = open_node(comm)
     if node is None:
         return SharedMemory(problem=problem)
     comm.traffic.core = node.channel
     return SharedMemory(node)
 
 
-def open_nodes(
-    comm: Communicator, *, wanted: bool, crowded: bool
-) -> tuple[Nodes | None, str]:
+def _open_nodes(comm: Communicator) -> tuple[Nodes | None, str]:
     """Make shared memory on each of several nodes, and find peers. Collective.
-
-    Args:
-        comm: all ranks.
-        wanted: whether this rank wants it.
-        crowded: whether this machine has more ranks than cores.
 
     Returns:
         None if a node cannot, or if each has one rank and nothing to share; and why.
     """
     if comm.num_nodes == comm.size:
         return None, "each node has one rank"
-    node, problem = open_node(comm, wanted=wanted, crowded=crowded)
+    node, problem = open_node(comm)
     if node is None:
         return None, problem
     peers, slices = comm.find_peers(), comm.smallest_node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from mpidist._agreement.guard import Guard
@@ -13,7 +13,7 @@ from mpidist._base import backend, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Array
-from mpidist._collectives.devices import Devices, place_text
+from mpidist._collectives.devices import Devices, Finding, place_text
 from mpidist._collectives.node import Node
 from mpidist._collectives.nodes import NO_MEMORY, Nodes, SharedMemory
 from mpidist._collectives.pool import Pool
@@ -70,6 +70,7 @@ class Resources:
         messages: from rank 0 to the others.
         devices: how GPU buffers move.
         pool: private memory for large results, and for nests that are packed.
+        device_names: of all ranks, after `decide_devices`.
         compression: of the strategy's sums between nodes.
         transports: of calls without options.
     """
@@ -88,6 +89,7 @@ class Resources:
         self.options = options
         self.environment = environment
         self.device = device
+        self.device_names: list[str] = [device.name_on(comm.rank)]
         self._released = False
         self._share(memory)
         self.devices: Devices = Devices(comm, device, environment)
@@ -119,17 +121,28 @@ class Resources:
         calls = self.guard.calls
         return kind if calls is None else calls.observing(kind)
 
-    def decide_devices(self, timeout_seconds: float) -> None:
+    def look_for_devices(self) -> Finding:
+        """Return what this rank finds of how its GPU buffers can move."""
+        return self.devices.look(self._resolve(self.options.implementation))
+
+    def decide_devices(
+        self, findings: Sequence[Finding], timeout_seconds: float
+    ) -> None:
         """Choose, with all ranks, how GPU buffers move. Collective, and once.
 
         Args:
+            findings: of `look_for_devices` on all ranks.
             timeout_seconds: how long NCCL may take to connect the ranks; 0: no limit.
 
         Raises:
             ValueError: on all ranks, if the implementation is not available.
         """
         wanted = self._resolve(self.options.implementation)
-        self.devices.decide(wanted, timeout_seconds or None)
+        self.devices.decide(wanted, findings, timeout_seconds or None)
+        self.device_names = [
+            backend.Device(one.kind, one.index).name_on(rank)
+            for rank, one in enumerate(findings)
+        ]
         self.transports = self._choose(wanted)
         self.transports.device.check()
         staged = self.transports.device

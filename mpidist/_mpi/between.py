@@ -18,6 +18,7 @@ MPI's own functions, whose addresses are found behind mpi4py.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import struct
 from collections.abc import Callable
@@ -54,6 +55,22 @@ _TESTS_CROWDED: Final = 4
 _numbers = itertools.count(1)
 
 
+def look() -> dict[str, Any]:
+    """Return what a rank tells the others before they exchange headers."""
+    return {"persistent": _has_persistent(), "number": next(_numbers)}
+
+
+@functools.cache
+def _has_persistent() -> bool:
+    """Return whether MPI has persistent collectives, which are those of MPI 4."""
+    buffers = np.zeros((2, 1))
+    try:
+        mpi_module().COMM_SELF.Allgather_init(*buffers).Free()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
+
+
 class HeaderCollective:
     """The collective by which headers are exchanged, with its buffers. Collective.
 
@@ -61,7 +78,7 @@ class HeaderCollective:
         comm: an mpi4py intra-communicator.
         merges: whether MPI merges the elements of all ranks into one.
         element: the bytes of an element.
-        agree: returns the smallest integer of all ranks.
+        said: what the ranks have told each other (`look`).
 
     Attributes:
         sent: this rank's element.
@@ -77,7 +94,7 @@ class HeaderCollective:
         *,
         merges: bool,
         element: int,
-        agree: Callable[[int], int],
+        said: list[dict[str, Any]],
     ) -> None:
         mpi = mpi_module()
         rows = 1 if merges else comm.Get_size()
@@ -92,44 +109,37 @@ class HeaderCollective:
         self.begin: Callable[[], MpiRequest] = _bind(
             getattr(comm, f"I{call}"), arguments
         )
+        self.name: str = f"I{call}"
         self.persistent: MpiRequest = None
-        try:
-            self.persistent = getattr(comm, f"{call.capitalize()}_init")(*arguments)
-        except (AttributeError, NotImplementedError):
-            pass  # an MPI before 4
-        if not agree(int(self.persistent is not None)):
-            self._free_request()
-        kept = f"Start of {call.capitalize()}_init"
-        self.name: str = f"I{call}" if self.persistent is None else kept
-
-    def _free_request(self) -> None:
-        if self.persistent is not None:
-            self.persistent.Free()
-            self.persistent = None
+        if all(one["persistent"] for one in said):
+            name = f"{call.capitalize()}_init"
+            self.persistent = getattr(comm, name)(*arguments)
+            self.name = f"Start of {name}"
 
     def free(self) -> None:
         """Free what MPI made. No header is in progress."""
-        self._free_request()
+        if self.persistent is not None:
+            self.persistent.Free()
         self._datatype.Free()
         if self._op is not None:
             self._op.Free()
 
 
 def open_core_channel(
-    comm: MpiComm, agree: Callable[[int], int], *, crowded: bool
+    comm: MpiComm, said: list[dict[str, Any]], *, crowded: bool
 ) -> tuple[HeaderCollective, _native.Between]:
     """Return the collective of headers with payloads, and the channel. Collective.
 
     Args:
         comm: an mpi4py intra-communicator.
-        agree: returns the smallest integer of all ranks.
+        said: what the ranks have told each other (`look`).
         crowded: whether there are more ranks than cores.
     """
     mpi, size = mpi_module(), comm.Get_size()
     element = LINE + ROOM
-    collective = HeaderCollective(comm, merges=size > FEW, element=element, agree=agree)
+    collective = HeaderCollective(comm, merges=size > FEW, element=element, said=said)
     # The largest number that some rank has reached: no rank has used it yet.
-    number = -agree(-next(_numbers))
+    number = max(one["number"] for one in said)
     while next(_numbers) < number:
         pass
     functions = ctypes.CDLL(mpi.__file__)
@@ -161,17 +171,15 @@ class HeaderGather:
 
     Args:
         comm: an mpi4py intra-communicator.
-        agree: returns the smallest integer of all ranks.
+        said: what the ranks have told each other (`look`).
 
     Attributes:
         name: MPI's name of the collective.
         started: how many headers were.
     """
 
-    def __init__(self, comm: MpiComm, agree: Callable[[int], int]) -> None:
-        self._collective = HeaderCollective(
-            comm, merges=False, element=LINE, agree=agree
-        )
+    def __init__(self, comm: MpiComm, said: list[dict[str, Any]]) -> None:
+        self._collective = HeaderCollective(comm, merges=False, element=LINE, said=said)
         self._size: int = comm.Get_size()
         self._request: MpiRequest = None
         self.name: str = self._collective.name

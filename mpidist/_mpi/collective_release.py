@@ -45,11 +45,11 @@ import gc
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 _FEW: Final = 16
 
-resources: Final[dict[bytes, CollectiveResource]] = {}
+resources: Final[dict[str, CollectiveResource]] = {}
 """Those of this rank, by their keys."""
 
 _collect_from = _FEW
@@ -69,7 +69,7 @@ class CollectiveResource:
 
     def __init__(
         self,
-        key: bytes,
+        key: str,
         ranks: int,
         in_use: Callable[[], bool],
         give_back: Callable[[], None],
@@ -93,12 +93,8 @@ def count() -> int:
     return len(resources)
 
 
-def release_unused(gather: Callable[[bytes], list[bytes]]) -> None:
-    """Free the resources that no rank uses. Collective.
-
-    Args:
-        gather: returns the bytes of all ranks, in one order.
-    """
+def unused() -> list[tuple[str, int]]:
+    """Return the keys of this rank's unused resources, each with its ranks."""
     global _collect_from
     if len(resources) >= _collect_from:
         gc.collect()
@@ -106,15 +102,28 @@ def release_unused(gather: Callable[[bytes], list[bytes]]) -> None:
     for one in list(resources.values()):
         if one.is_orphan():
             one.give_back()
+    return [
+        (one.key, one.ranks) for one in list(resources.values()) if not one.in_use()
+    ]
+
+
+def release_unused(
+    gather: Callable[[bytes], list[bytes]], answers: list[Any] | None = None
+) -> None:
+    """Free the resources that no rank uses. Collective.
+
+    Args:
+        gather: returns the bytes of all ranks, in one order.
+        answers: what `unused` returned on all ranks, if they have exchanged it.
+    """
     while True:
-        mine = [
-            (one.key, one.ranks) for one in list(resources.values()) if not one.in_use()
-        ]
-        answers = gather(pickle.dumps(mine))
-        sent = Counter(pair for data in answers for pair in pickle.loads(data))
+        if answers is None:
+            answers = [pickle.loads(data) for data in gather(pickle.dumps(unused()))]
+        sent = Counter((key, ranks) for row in answers for key, ranks in row)
         free = sorted(key for (key, ranks), times in sent.items() if times == ranks)
         for key in free:
             if key in resources:
                 resources[key].give_back()
         if not free:
             return
+        answers = None

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -50,7 +49,6 @@ from mpidist._mpi.library import (
     MpiComm,
     MpiRequest,
     give_launcher_time,
-    is_crowded,
     mpi_module,
 )
 from mpidist._mpi.traffic import Traffic
@@ -114,7 +112,8 @@ class AnyCommunicator(Protocol):
         node_ranks: the ranks of its node, in its order.
         num_nodes: the number of nodes; the same on all ranks.
         smallest_node: the fewest ranks of a node; the same on all ranks.
-        host_name: of this machine.
+        node_numbers: the node of each rank, from 0 in the order of their first ranks.
+        host_names: the machine of each rank.
         message_bytes: the most bytes of a message that is sent at once.
         identity: the same on all ranks, and of no other communicator.
         outlives_ranks: whether the job goes on when a rank dies (`survival.is_on`).
@@ -129,14 +128,14 @@ class AnyCommunicator(Protocol):
     node_ranks: list[int]
     num_nodes: int
     smallest_node: int
-    host_name: str
+    node_numbers: list[int]
+    host_names: list[str]
     message_bytes: int
     identity: str
     outlives_ranks: bool
     traffic: Traffic
 
     def together(self, step: Callable[[], _T], what: str) -> _T: ...
-    def all_min(self, number: int) -> int: ...
     def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None: ...
     def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None: ...
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None: ...
@@ -157,21 +156,16 @@ class AnyCommunicator(Protocol):
     def revoke(self) -> None: ...
 
 
-class _Place(NamedTuple):
-    """Where a rank is: the first rank of its node, and its number on the node."""
-
-    first: int
-    local_rank: int
-
-
 class Communicator:
     """A private duplicate of an MPI communicator.
 
     Attributes:
         machine_rank: this rank's number on its machine, which may simulate nodes.
         node_ranks: the ranks of this node, in its order.
+        node_sizes: the number of ranks of each node.
+        crowded: whether a machine has more ranks than cores; the same on all ranks.
         buffers: the collectives of this communicator, without its statistics.
-        agreement: what all ranks have in common.
+        agreement: what all ranks have in common, and what each has said of itself.
     """
 
     message_bytes = MESSAGE_BYTES
@@ -183,8 +177,11 @@ class Communicator:
         simulated_nodes: int = 1,
         problem: str = "",
         allreduce: AllReduceChoice | None = None,
+        about: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Duplicate ``comm``, and see that its ranks fit each other. Collective.
+
+        All that ranks must know of each other is in one text of each (`versions`).
 
         Args:
             comm: an mpi4py intra-communicator.
@@ -195,6 +192,8 @@ class Communicator:
             problem: why this rank cannot take part; "": it can.
             allreduce: how the user wants sums between nodes to be made. If ranks say
                 different ones, all take the same, until they are compared.
+            about: returns what else this rank tells the others of itself
+                (``agreement.about``), as JSON has it.
 
         Raises:
             ValueError: on all ranks, if one of them has a problem.
@@ -209,63 +208,84 @@ class Communicator:
         self._comm = duplicate(comm, waiter.wait)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        self.agreement: versions.Agreement = self._agree(problem)
+
+        def look() -> dict[str, Any]:
+            host = mpi_module().Get_processor_name()
+            return {
+                "host": host,
+                "machine": machine.node_id(host),
+                "cores": os.cpu_count() or 1,
+                "simulated_nodes": simulated_nodes,
+                "allreduce": allreduce or (0, 0),
+                "key": os.urandom(_KEY_BYTES).hex(),
+                "unused": collective_release.unused(),
+                **between.look(),
+                **about(),
+            }
+
+        self.agreement: versions.Agreement = self._agree(problem, look)
+        said = self.agreement.about
+        gathers, in_flight = max(one["allreduce"] for one in said)
         self._way: Way | None = None
-        self.buffers: BufferCollectives = self._new_buffers(self._comm)
-        rows = self._gather_integers([simulated_nodes, *(allreduce or (0, 0))])
-        gathers, in_flight = max(row[1:] for row in rows)
         if in_flight:
             self._way = chosen_way(AllReduceChoice(bool(gathers), in_flight))
-            self.buffers = self._new_buffers(self._comm)
-        self._find_node(max(row[0] for row in rows))
-        key = self._gather_objects(self._agreed(lambda: os.urandom(_KEY_BYTES)))[0]
-        self.identity: str = key.hex()
+        self.buffers: BufferCollectives = self._new_buffers(self._comm)
+        self._find_node(said)
+        self.identity: str = said[0]["key"]
         self._resource = collective_release.CollectiveResource(
-            key, self.size, self._in_use, self._free, self._is_orphan
+            self.identity, self.size, self._in_use, self._free, self._is_orphan
         )
-        collective_release.release_unused(self._gather_objects)
+        collective_release.release_unused(
+            self._gather_objects, [one["unused"] for one in said]
+        )
 
     def _new_buffers(self, comm: MpiComm) -> BufferCollectives:
         count = self.traffic.count_mpi
         return BufferCollectives(comm, self._waiter, count, self._way)
 
-    def _find_node(self, simulated_nodes: int) -> None:
-        """Find this rank's place on its machine, and on its node. Collective."""
-        self.host_name: str = self._agreed(mpi_module().Get_processor_name)
-        own = self._agreed(lambda: machine.node_id(self.host_name))
-        machines = self._gather_objects(own.encode())
-        ranks = [k for k, name in enumerate(machines) if name == machines[self.rank]]
+    def _find_node(self, said: list[dict[str, Any]]) -> None:
+        """Find this rank's place on its machine, and on its node. Not collective."""
+        self.host_names: list[str] = [one["host"] for one in said]
+        machines: dict[str, list[int]] = {}
+        for rank, one in enumerate(said):
+            machines.setdefault(one["machine"], []).append(rank)
+        self.crowded: bool = any(
+            len(ranks) > said[rank]["cores"]
+            for ranks in machines.values()
+            for rank in ranks
+        )
+        ranks = machines[said[self.rank]["machine"]]
         self.machine_rank: int = ranks.index(self.rank)
         self.machine_size: int = len(ranks)
         if self.machine_size < self.size:
             give_launcher_time(_LAUNCHER_SECONDS)
-        nodes = [k * simulated_nodes // len(ranks) for k in range(len(ranks))]
-        node = nodes[self.machine_rank]
-        self.node_ranks: list[int] = [
-            rank for rank, number in zip(ranks, nodes, strict=True) if number == node
-        ]
+        most = max(one["simulated_nodes"] for one in said)
+        nodes: dict[tuple[int, int], list[int]] = {}
+        for ranks in machines.values():
+            for k, rank in enumerate(ranks):
+                nodes.setdefault((ranks[0], k * most // len(ranks)), []).append(rank)
+        self.node_ranks: list[int] = next(n for n in nodes.values() if self.rank in n)
         self.local_rank: int = self.node_ranks.index(self.rank)
         self.local_size: int = len(self.node_ranks)
-        rows = self._gather_integers([self.node_ranks[0], self.local_rank])
-        self._places = [_Place(*row) for row in rows]
-        sizes = Counter(place.first for place in self._places)
-        self.smallest_node: int = min(sizes.values())
-        self.num_nodes: int = len(sizes)
+        self.node_sizes: list[int] = [len(n) for n in nodes.values()]
+        self.smallest_node: int = min(self.node_sizes)
+        self.num_nodes: int = len(nodes)
+        firsts = {rank: n[0] for n in nodes.values() for rank in n}
+        order = sorted({*firsts.values()})
+        self.node_numbers: list[int] = [
+            order.index(firsts[rank]) for rank in range(self.size)
+        ]
 
     def open_headers(self) -> between.HeaderGather | _native.Between:
-        """Return what exchanges headers by MPI. It is freed with this communicator.
-
-        Raises:
-            Exception: on all ranks, if some rank could not make it.
-        """
+        """Return what exchanges headers by MPI. It is freed with this communicator."""
+        said = self.agreement.about
         if not self.agreement.core:
-            headers = between.HeaderGather(self._comm, self.all_min)
+            headers = between.HeaderGather(self._comm, said)
             self._to_free.append(headers.free)
             self.traffic.add_core_calls(lambda: {headers.name: headers.started})
             return headers
-        crowded = is_crowded(self.machine_size)
         collective, channel = between.open_core_channel(
-            self._comm, self.all_min, crowded=crowded
+            self._comm, said, crowded=self.crowded
         )
 
         def free() -> None:
@@ -282,9 +302,6 @@ class Communicator:
         )
         return channel
 
-    def _agreed(self, step: Callable[[], _T]) -> _T:
-        return self.together(step, _CALL)
-
     def together(self, step: Callable[[], _T], what: str) -> _T:
         """Run a step that can fail on one rank; continue if none failed. Collective.
 
@@ -298,14 +315,16 @@ class Communicator:
         """
         return take_together(self._gather_objects, self.rank, step, what)
 
-    def _agree(self, problem: str) -> versions.Agreement:
+    def _agree(
+        self, problem: str, look: Callable[[], dict[str, Any]]
+    ) -> versions.Agreement:
         """Compare versions with the other ranks. Collective, and the first message.
 
         What it raises all ranks raise, so the duplicate is freed at once.
         """
         # By MPI alone: what is built on it may be different on other ranks.
         comm, wait = self._comm, self._waiter.wait
-        text = np.frombuffer(versions.write(problem), np.uint8)
+        text = np.frombuffer(versions.write(problem, look), np.uint8)
         size, sizes = np.array([text.size], np.int64), np.empty(self.size, np.int64)
         request = comm.Iallgather(size, sizes)
         buffers: list[HostArray] = [size, sizes, text]
@@ -365,16 +384,16 @@ class Communicator:
         """Return the ranks that have this rank's `local_rank`. Collective.
 
         There is one of each node, in the order of the nodes' first ranks, so rank 0 is
-        the first of its own. None if some node has no such rank.
+        the first of its own. None if some node has no such rank. It blocks in MPI, so
+        all ranks have just agreed on something.
 
         Raises:
             Exception: on all ranks, if some rank could not make it.
         """
-        self._agreed(_nothing)  # all are here: the next call blocks
         mpi, slot = mpi_module(), self.local_rank
         in_use = slot < self.smallest_node
         color = slot if in_use else mpi.UNDEFINED
-        peers = self._comm.Split(color, self._places[self.rank].first)
+        peers = self._comm.Split(color, self.node_ranks[0])
 
         def make() -> BufferCollectives | None:
             if not in_use:
@@ -382,11 +401,7 @@ class Communicator:
             self._to_free.append(peers.Free)
             return self._new_buffers(peers)
 
-        return self._agreed(make)
-
-    def all_min(self, number: int) -> int:
-        """Return the smallest number of all ranks."""
-        return min(row[0] for row in self._gather_integers([number]))
+        return self.together(make, _CALL)
 
     # --- reductions -----------------------------------------------------------
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import os
 import sys
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -168,18 +167,6 @@ def local_rank(size: int, machine_rank: int) -> int:
     if found is None or found.local_rank is None:
         return machine_rank
     return found.local_rank
-
-
-def is_crowded(machine_size: int) -> bool:
-    """Return whether a machine has more ranks than cores.
-
-    A rank that spins then takes the core from the one that it waits for. The affinity
-    does not show it, since launchers bind ranks to cores.
-
-    Args:
-        machine_size: the number of ranks on it.
-    """
-    return machine_size > (os.cpu_count() or 1)
 
 
 def give_launcher_time(seconds: int) -> None:

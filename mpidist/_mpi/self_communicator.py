@@ -20,7 +20,6 @@ class SelfCommunicator:
     local_rank = 0
     local_size = machine_size = 1
     num_nodes = smallest_node = 1
-    host_name = "localhost"
     outlives_ranks = False
     message_bytes = MESSAGE_BYTES
     identity = ""
@@ -28,6 +27,8 @@ class SelfCommunicator:
     def __init__(self) -> None:
         self.traffic: Traffic = Traffic()
         self.node_ranks: list[int] = [0]
+        self.node_numbers: list[int] = [0]
+        self.host_names: list[str] = ["localhost"]
 
     def together(self, step: Callable[[], _T], what: str) -> _T:
         """Run the step."""
@@ -75,10 +76,6 @@ class SelfCommunicator:
     def start_message(self, data: bytes | None) -> Request:
         """Return the message."""
         return _Done(data)
-
-    def all_min(self, number: int) -> int:
-        """Return the number."""
-        return number
 
     def start_send(self, data: bytes, receiver: int) -> Request:
         """Do nothing: there is nobody else."""

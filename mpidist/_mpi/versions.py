@@ -7,7 +7,9 @@ have. If it does not match, all of them raise, with both sides in the message.
 Protocol: each rank sends one text to all ranks (sizes as 64-bit integers, then bytes).
 It is JSON in ASCII, with its own format number. Ranks whose versions differ in
 everything else must still be able to read it, so nothing is pickled, and neither the
-exchange nor the keys "format", "must" and "problem" may ever change.
+exchange nor the keys "format", "must" and "problem" may ever change. With it goes all
+that a rank must tell the others before they can work together ("about"): where it is,
+what it can, what it no longer uses. With many ranks each exchange more is slow.
 
 Invariant: *all raise, or none does*. A rank raises exactly if some rank has a problem,
 or if some text differs from another in "format" or "must". All ranks judge the same
@@ -40,7 +42,8 @@ import marshal
 import pickle
 import struct
 import sys
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
@@ -67,9 +70,11 @@ class Agreement:
 
     Attributes:
         core: whether all of them have the native core.
+        about: what each of them has said of itself.
     """
 
     core: bool
+    about: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,7 @@ class _Rank:
     core: bool = False
     floats: str = ""
     problem: str = ""
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def describe() -> dict[str, str]:
@@ -108,15 +114,18 @@ def has_core() -> bool:
     return _native.available()
 
 
-def write(problem: str = "") -> bytes:
+def write(problem: str = "", look: Callable[[], dict[str, Any]] = dict) -> bytes:
     """Return the text that this rank sends.
 
     Args:
         problem: why it cannot take part, which all ranks then raise; "": it can.
+        look: returns what else the rank says of itself, as JSON has it.
     """
     must, core, floats = {}, False, ""
+    about: dict[str, Any] = {}
     try:
         must, core, floats = describe(), has_core(), floating_point_state()
+        about = look()
     except Exception as error:  # a library that does not load, on this rank only
         problem = problem or f"{type(error).__name__}: {error}"
     text = {
@@ -125,6 +134,7 @@ def write(problem: str = "") -> bytes:
         "core": core,
         "floats": floats,
         "problem": problem,
+        "about": about,
     }
     return json.dumps(text).encode("ascii")
 
@@ -141,7 +151,7 @@ def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
         CollectiveMismatchError.
     """
     ranks = [_read(text) for text in texts]
-    agreement = Agreement(all(one.core for one in ranks))
+    agreement = Agreement(all(one.core for one in ranks), [one.about for one in ranks])
     for other, one in enumerate(ranks):
         if one.problem:
             message = f"{_CALL}: rank {other} cannot take part: {one.problem}"
@@ -172,7 +182,8 @@ def _read(text: bytes) -> _Rank:
             return _Rank(known, problem=str(found["problem"]))
         must = {str(key): str(value) for key, value in must.items()}
         floats = str(found.get("floats", ""))
-        return _Rank(must, bool(found["core"]), floats, str(found["problem"]))
+        about = dict(found.get("about", {}))
+        return _Rank(must, bool(found["core"]), floats, str(found["problem"]), about)
     except (ValueError, TypeError, KeyError, AttributeError):
         return _Rank({_OTHER_FORMAT: f"unknown ({text[:_SHOWN]!r})"})
 

@@ -81,7 +81,6 @@ class ReplicaGroup:
         is_mpi: bool,
         make_registry: type[Registry] = Registry,
     ) -> None:
-        """Tell the other ranks this one's device and host. Collective."""
         self.strategy: Any = None
         self.number = number
         self.is_mpi = is_mpi
@@ -93,12 +92,9 @@ class ReplicaGroup:
         self.replica_id: int = comm.rank
         self.num_replicas: int = comm.size
         self.device_name: str = self.device.name_on(comm.rank)
-        mine = f"{self.device_name}\n{comm.host_name}\n{comm.node_ranks[0]}".encode()
-        rows = [row.decode().split("\n") for row in comm.all_gather_objects(mine)]
-        self.device_names: tuple[str, ...] = tuple(device for device, _, _ in rows)
-        self.host_names: tuple[str, ...] = tuple(host for _, host, _ in rows)
-        firsts = list(dict.fromkeys(first for _, _, first in rows))
-        self.node_numbers: tuple[int, ...] = tuple(firsts.index(row[2]) for row in rows)
+        self.device_names: tuple[str, ...] = tuple(collectives.resources.device_names)
+        self.host_names: tuple[str, ...] = tuple(comm.host_names)
+        self.node_numbers: tuple[int, ...] = tuple(comm.node_numbers)
         self.registry: Registry = make_registry(self, comm.rank, comm.size)
         self.custom_ops: BatchReducer | None = None
         self.unfinished: Callable[[str], None] | None = None

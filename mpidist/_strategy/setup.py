@@ -10,26 +10,26 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from mpidist._agreement import mismatch
-from mpidist._agreement.channel import Channel, open_channel
+from mpidist._agreement import mismatch, stacks
+from mpidist._agreement.channel import open_channel
 from mpidist._agreement.deadline import Deadline
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Key
-from mpidist._agreement.stacks import Stacks
 from mpidist._base import backend, interactive, threads
 from mpidist._base.environment import Environment, read_environment
+from mpidist._base.fingerprint import fingerprint_of_bytes
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
-from mpidist._collectives.bits import same_on_all_ranks
+from mpidist._collectives import bits, node
 from mpidist._collectives.collectives import Collectives
 from mpidist._collectives.nodes import SharedMemory, open_shared_memory
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
 from mpidist._mpi import survival
-from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._mpi.self_communicator import SelfCommunicator
@@ -95,16 +95,14 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
         process_exit.install()
     seconds = options.timeout_seconds
     seconds = environment.timeout_seconds if seconds is None else float(seconds)
-    communicator, deadline = _connect(comm, seconds, environment, problem)
+    implementation = options.implementation
+    if implementation is CommunicationImplementation.AUTO:
+        implementation = environment.implementation
+    wanted = implementation is not CommunicationImplementation.DIRECT
+    communicator, deadline = _connect(comm, seconds, environment, problem, wanted)
     try:
         checks = environment.guard if options.guard is None else options.guard
-        implementation = options.implementation
-        if implementation is CommunicationImplementation.AUTO:
-            implementation = environment.implementation
-        memory = open_shared_memory(
-            communicator,
-            wanted=implementation is not CommunicationImplementation.DIRECT,
-        )
+        memory = open_shared_memory(communicator)
         guard = _make_guard(communicator, deadline, environment, memory)
         collectives = _make_collectives(
             communicator, guard, memory, arguments, environment, checks
@@ -112,7 +110,6 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
         # The communicator and the guard outlive the collectives: all ranks free them
         # together, when the last rank has collected its strategy.
         weakref.finalize(collectives, communicator.drop).atexit = False
-        collectives.decide_device_transports(deadline.seconds)
         guard.enabled = checks
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         complete(strategy, group, arguments.cross_device_ops)
@@ -126,9 +123,17 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
 
 
 def _connect(
-    comm: Comm, seconds: float, environment: Environment, problem: str
+    comm: Comm, seconds: float, environment: Environment, problem: str, wanted: bool
 ) -> tuple[Communicator, Deadline]:
-    """Make the strategy's own communicator, and what its waits end by."""
+    """Make the strategy's own communicator, and what its waits end by.
+
+    Args:
+        comm: as for `MPIStrategy`.
+        seconds: of the deadline.
+        environment: of this rank.
+        problem: why this rank cannot take part; "": it can.
+        wanted: whether it wants to share memory.
+    """
     replica = threads.current()
     if replica is not None:
         deadline = Deadline(seconds)
@@ -144,6 +149,7 @@ def _connect(
             environment.simulated_nodes,
             problem,
             environment.allreduce,
+            lambda: {**node.look(wanted=wanted), **stacks.look()},
         )
     except BaseException as error:
         raise deadline.failed(error) from error.__cause__
@@ -204,7 +210,8 @@ def _make_guard(
             guard.breakdown.when_timed_out = process_exit.end_at_deadline
     deadline.guard = guard
     if in_process and communicator.size > 1:
-        guard.waits.ask_missing_ranks(Stacks(communicator))
+        said = communicator.agreement.about
+        guard.waits.ask_missing_ranks(stacks.Stacks(communicator.rank, said))
     forked_child.close_in_children(guard)
 
     def forget() -> None:
@@ -216,23 +223,7 @@ def _make_guard(
     communicator.on_free(forget)
     if memory.nodes is not None:
         guard.waits.watch_steps(memory.nodes.node.channel)
-    if shared is None and in_process and communicator.size > 1:
-        peers = None if memory.nodes is None else memory.nodes.peers
-        _check_bits(communicator, channel, peers)
     return guard
-
-
-def _check_bits(
-    communicator: Communicator, channel: Channel, peers: BufferCollectives | None
-) -> None:
-    """Find out if MPI's sums have the same bits on all ranks. Collective."""
-    same = same_on_all_ranks(communicator, channel, peers)
-    communicator.buffers.same_bits = same
-    if not same and communicator.rank == 0:
-        _logger.warning(
-            "mpidist: the all-reduce of this MPI library gives ranks different bits; "
-            "sums are reduced to one rank and broadcast, which is slower"
-        )
 
 
 def _make_collectives(
@@ -248,7 +239,10 @@ def _make_collectives(
     Raises:
         CollectiveMismatchError: if the ranks were given different arguments.
     """
-    ops = arguments.cross_device_ops
+    ops, sums = arguments.cross_device_ops, bits.NONE
+    if memory.node is None and threads.current() is None and communicator.size > 1:
+        peers = None if memory.nodes is None else memory.nodes.peers
+        sums = bits.digests_of_sums(communicator, guard.channel, peers)
     try:
         options = _check_arguments(arguments)
         chosen = backend.select_device(
@@ -260,6 +254,7 @@ def _make_collectives(
             make = guard.calls.observing(Collectives)
             timelines.begin(environment.timeline, communicator, guard)
         collectives = make(communicator, guard, options, environment, chosen, memory)
+        finding = collectives.resources.look_for_devices()
     except Exception as error:
         raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
     text = (
@@ -276,7 +271,20 @@ def _make_collectives(
         text += f", MPIDIST_ALLREDUCE={environment.allreduce}"
     if environment.simulated_nodes != 1:
         text += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
-    guard.agree(mismatch.Call(text))
+    mine = pickle.dumps((finding, sums))
+    same = guard.agree_and_compare(mismatch.Call(text), fingerprint_of_bytes(mine))
+    rows = [mine] * communicator.size
+    if not same:
+        rows = communicator.all_gather_objects(mine)
+    findings, all_sums = zip(*map(pickle.loads, rows), strict=True)
+    if not bits.are_same(all_sums):
+        communicator.buffers.same_bits = False
+        if communicator.rank == 0:
+            _logger.warning(
+                "mpidist: the all-reduce of this MPI library gives ranks different "
+                "bits; sums are reduced to one rank and broadcast, which is slower"
+            )
+    collectives.decide_device_transports(findings, guard.timeout_seconds)
     return collectives
 
 

@@ -58,7 +58,6 @@ class ThreadCommunicator:
     """
 
     num_nodes = 1
-    host_name = "localhost"
     outlives_ranks = False
     message_bytes = _MESSAGE_BYTES
 
@@ -72,6 +71,8 @@ class ThreadCommunicator:
         self.size = self.local_size = self.machine_size = channel.size
         self.smallest_node = channel.size
         self.node_ranks = list(range(channel.size))
+        self.node_numbers = [0] * channel.size
+        self.host_names = ["localhost"] * channel.size
         self.identity = f"{id(channel):x}"
         self.traffic = Traffic()
         # How long this rank waits for the others in a payload; 0: forever.
@@ -183,10 +184,6 @@ class ThreadCommunicator:
         result = self.call(kind, _copy(buffer), combine)
         if self.rank == root:
             backend.fill(buffer, result)
-
-    def all_min(self, number: int) -> int:
-        """Return the minimum of a number over all ranks."""
-        return int(self.call("a minimum", number, min))
 
     # --- copies -----------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,16 +165,17 @@ def test_copies(comm, most, dtype):
 # --- headers --------------------------------------------------------------------------
 
 
-def agree_by(comm: Any) -> Callable[[int], int]:
-    from mpi4py import MPI
-
-    return lambda number: int(comm.allreduce(number, op=MPI.MIN))
+def said_on(comm: Any, kind: str) -> list[dict[str, Any]]:
+    """Return what ranks say of themselves, of which one may have an older MPI."""
+    mine = between.look()
+    mine["persistent"] &= kind == "new" or comm.Get_rank() > 0
+    return list(comm.allgather(mine))
 
 
 class Older:
     """An mpi4py communicator of an MPI without persistent collectives."""
 
-    def __init__(self, comm: Any, raises: bool) -> None:
+    def __init__(self, comm: Any, raises: bool = False) -> None:
         self._comm, self._raises = comm, raises
 
     def __getattr__(self, name: str) -> Any:
@@ -188,11 +190,22 @@ class Older:
         return refuses
 
 
+@mpi
+@core
+@pytest.mark.parametrize("raises", [False, True])
+def test_whether_mpi_has_persistent_collectives(raises, monkeypatch):
+    from mpi4py import MPI
+
+    older = SimpleNamespace(COMM_SELF=Older(MPI.COMM_SELF, raises))
+    monkeypatch.setattr(between, "mpi_module", lambda: older)
+    assert not between._has_persistent.__wrapped__()
+
+
 KINDS = ["new", "old"]
 
 
 def of_kind(comm: Any, kind: str) -> Any:
-    return comm if kind == "new" else Older(comm, raises=False)
+    return comm if kind == "new" else Older(comm)
 
 
 @mpi
@@ -204,7 +217,7 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
     monkeypatch.setattr(between, "FEW", few)
     rank, size = comm.Get_rank(), comm.Get_size()
     collective, channel = open_core_channel(
-        _unwrapped(comm, kind, monkeypatch), agree_by(comm), crowded=True
+        _unwrapped(comm, kind, monkeypatch), said_on(comm, kind), crowded=True
     )
     if kind != "new":
         assert collective.persistent is None
@@ -256,7 +269,7 @@ class Modules:
 @pytest.mark.parametrize("kind", KINDS)
 def test_headers_without_the_core(comm, kind):
     rank, size = comm.Get_rank(), comm.Get_size()
-    headers = HeaderGather(of_kind(comm, kind), agree_by(comm))
+    headers = HeaderGather(of_kind(comm, kind), said_on(comm, kind))
     for turn in range(20):
         request = headers.start((rank, turn, -turn, 2**62 + rank, -(2**62), 7))
         while not request.Test():
@@ -450,12 +463,18 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
         make_one()
     except Exception as raised:
         error = raised
-    kinds = everywhere(type(error).__name__)
     victim = size - 1 if last else 0
-    assert kinds == [
-        "InjectedError" if k == victim else "RuntimeError" for k in range(size)
-    ]
-    if not hit:
-        assert f"failed on rank {victim}: InjectedError" in str(error)
+    kinds = everywhere(type(error).__name__)
+    if step == "peers":
+        assert kinds == [
+            "InjectedError" if k == victim else "RuntimeError" for k in range(size)
+        ]
+        told = f"failed on rank {victim}: InjectedError"
+    else:
+        assert kinds == ["ValueError"] * size
+        told = f"rank {victim} cannot take part: InjectedError: {step}"
+    if not hit or step != "peers":
+        assert told in str(error)
     # What is between the ranks is as it was.
-    assert communicator.Communicator(comm, deadline).all_min(1 + rank) == 1
+    later = communicator.Communicator(comm, deadline)
+    assert later.all_gather_integers([rank]) == [[r] for r in range(size)]

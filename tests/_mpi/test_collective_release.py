@@ -45,30 +45,30 @@ def release_with(*others):
 
 def test_what_all_its_ranks_have_dropped_goes_in_the_order_of_keys(held):
     freed = []
-    for key, ranks in ((b"c", 2), (b"a", 2), (b"b", 3), (b"d", 1)):
+    for key, ranks in (("c", 2), ("a", 2), ("b", 3), ("d", 1)):
         CollectiveResource(key, ranks, lambda: False, lambda key=key: freed.append(key))
-    CollectiveResource(b"e", 2, lambda: True, lambda: freed.append(b"e"))
-    release_with([(b"a", 2), (b"b", 3), (b"e", 2)], [(b"c", 2)])
+    CollectiveResource("e", 2, lambda: True, lambda: freed.append("e"))
+    release_with([("a", 2), ("b", 3), ("e", 2)], [("c", 2)])
     # b lacks a rank, e is in use here.
-    assert freed == [b"a", b"c", b"d"]
-    assert sorted(held) == [b"b", b"e"]
+    assert freed == ["a", "c", "d"]
+    assert sorted(held) == ["b", "e"]
 
 
 def test_what_is_free_because_another_went_goes_in_the_same_release(held):
     freed = []
-    CollectiveResource(b"comm", 1, lambda: False, lambda: freed.append("comm"))
+    CollectiveResource("comm", 1, lambda: False, lambda: freed.append("comm"))
     CollectiveResource(
-        b"a window", 1, lambda: "comm" not in freed, lambda: freed.append("window")
+        "a window", 1, lambda: "comm" not in freed, lambda: freed.append("window")
     )
     rounds = release_with()
     assert freed == ["comm", "window"]
-    assert rounds == [[(b"comm", 1)], [(b"a window", 1)], []]
+    assert rounds == [[("comm", 1)], [("a window", 1)], []]
     assert not held
 
 
 def test_a_rank_without_a_resource_sees_others_free_it(held):
     # It goes round once more with them.
-    assert release_with([(b"theirs", 1)]) == [[], []]
+    assert release_with([("theirs", 1)]) == [[], []]
 
 
 # --- under MPI ------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def texts(*changes):
 def test_ranks_of_one_environment_fit():
     agreement, error = versions.judge(1, texts({}, {}, {}))
     assert error is None
-    assert agreement == versions.Agreement(core=versions.has_core())
+    assert agreement == versions.Agreement(versions.has_core(), [{}, {}, {}])
 
 
 def test_the_text_is_plain():
@@ -90,6 +90,13 @@ def test_the_problem_of_one_rank_is_raised_on_all():
         assert type(error) is ValueError
         assert str(error).startswith(f"[rank {rank}] ")
         assert "rank 1 cannot take part: no luck" in str(error)
+
+
+def test_what_ranks_say_of_themselves_comes_to_all():
+    given = [versions.write(look=lambda k=k: {"place": k}) for k in range(2)]
+    for rank in range(2):
+        agreement, _ = versions.judge(rank, given)
+        assert agreement.about == [{"place": 0}, {"place": 1}]
 
 
 def test_what_fails_while_a_rank_looks_at_itself_is_a_problem(monkeypatch):

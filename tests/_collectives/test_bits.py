@@ -1,0 +1,45 @@
+"""Whether MPI gives all ranks the same bits: what is compared, and what follows."""
+
+from __future__ import annotations
+
+import pytest
+from launching import run_ranks
+
+from mpidist._collectives import bits
+
+
+def test_sums_of_all_ranks_and_of_those_with_peers_are_compared():
+    assert bits.are_same([(b"a", b""), (b"a", b"")])
+    assert bits.are_same([(b"a", b"p"), (b"a", b"p"), (b"a", b"")])
+    assert not bits.are_same([(b"a", b""), (b"b", b"")])
+    assert not bits.are_same([(b"a", b"p"), (b"a", b"q")])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_get_other_bits_are_given_copies(ranks):
+    """One rank says that its sums are others: all reduce to rank 0, and broadcast."""
+    code = """
+import numpy as np
+import mpidist
+from mpi4py import MPI
+from mpidist._collectives import bits
+from mpidist._strategy.strategy import group_of
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+real = bits.digests_of_sums
+if rank == size - 1:
+    bits.digests_of_sums = lambda *a: (b"others", real(*a)[1])
+strategy = mpidist.MPIStrategy()
+assert not group_of(strategy).communicator.buffers.same_bits
+x = np.full(10_000, rank + 1, np.int64)
+def step():
+    return mpidist.get_replica_context().all_reduce("SUM", x)
+total = strategy.experimental_local_results(strategy.run(step))[0]
+assert (total == size * (size + 1) // 2).all()
+assert strategy.communication_statistics().mpi_calls["Ireduce"] == 1
+"""
+    done = run_ranks(
+        ranks, ["-c", code], timeout=100, env={"MPIDIST_SIMULATED_NODES": str(ranks)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("gives ranks different bits") == 1
