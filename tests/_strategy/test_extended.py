@@ -481,6 +481,15 @@ def test_read_var_and_value_container(strategy, rank, size, in_cross_replica):
         strategy.extended.read_var(plain)
 
 
+def test_both_places_of_older_calls(strategy, rank):
+    """What they do: programs of tests/conformance."""
+    v = make(strategy, 1.0)
+    for owner in (strategy, strategy.extended):
+        with strategy.scope(), owner.colocate_vars_with(v):
+            assert mpidist.Variable(2.0).distribute_strategy is strategy
+    assert strategy.unwrap(strategy.run(lambda: rank)) == (rank,)
+
+
 # --- steps on an iterator -------------------------------------------------------------
 
 
