@@ -4,8 +4,10 @@
 dtype                  SUM       MEAN      MIN, MAX      PROD
 =====================  ========  ========  ============  ========
 bool                   refused   refused   as uint8      refused
-int8, int16, unsigned  int32     float64   itself        int32
-larger integers        itself    float64   itself        itself
+int8, int16            int32     float64   itself        int32
+uint8, uint16          uint32    float64   ordered int   uint32
+int32, int64           itself    float64   itself        itself
+uint32, uint64         itself    float64   ordered int   itself
 float16, bfloat16      float32   float32   ordered i32   float32
 float32, float64       itself    itself    ordered int   itself
 longdouble             itself    itself    gathered      itself
@@ -16,11 +18,13 @@ complex                itself    itself    refused       itself
 when it is converted back, as NumPy's does; Open MPI's own sums of small integers
 saturate. MEAN of integers gives float64; every other result has the dtype of its input.
 
-"ordered" means: floats are mapped to integers of the same order before MPI, and
-back after it. MPI leaves open what MIN and MAX of NaN, or of 0.0 and -0.0, give,
-and its answer may differ from rank to rank; integers have no such cases. NaN
-wins, as in `numpy.maximum`, and -0.0 < 0.0. (The mapping of IEEE 754 numbers to
-integers: https://stereopsis.com/radix.html; IEEE 754-2019, section 5.10.)
+"ordered" means: values are mapped to signed integers of the same order before MPI, and
+back after it. MPICH 4.0.2 and Open MPI 4.1.4 of Debian 12 compare unsigned integers as
+if they were signed (Open MPI those of 8 bytes). Of floats MPI leaves open what MIN and
+MAX of NaN, or of 0.0 and -0.0, give, and its answer may differ from rank to rank;
+integers have no such cases. NaN wins, as in `numpy.maximum`, and -0.0 < 0.0. (The
+mapping of IEEE 754 numbers to integers: https://stereopsis.com/radix.html; IEEE
+754-2019, section 5.10.)
 longdouble has no integer of its size: it is gathered and reduced in rank order.
 """
 
@@ -125,6 +129,9 @@ class Reduction:
         xp = backend.module_of(x)
         bits = x.view(self.wire)
         limits = np.iinfo(self.wire)
+        if self.dtype.kind == "u":
+            unsigned: Array = bits ^ limits.min
+            return unsigned
         ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
         extreme = limits.max if self.op is ReduceOp.MAX else limits.min
         result: Array = xp.where(xp.isnan(x), self.wire.type(extreme), ordered)
@@ -132,8 +139,10 @@ class Reduction:
 
     def _from_ordered(self, ordered: Array) -> Array:
         limits = np.iinfo(self.wire)
-        bits = ordered ^ ((ordered >> (limits.bits - 1)) & limits.max)
-        result: Array = bits.view(self.compute)
+        flipped = limits.min
+        if self.dtype.kind != "u":
+            flipped = (ordered >> (limits.bits - 1)) & limits.max
+        result: Array = (ordered ^ flipped).view(self.compute)
         return result
 
 
@@ -185,6 +194,8 @@ def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
             return entry(np.float64, result=np.float64, encoding="cast")
         if dtype.itemsize < _LEAST_INTEGER and not extreme:
             return entry(np.int32 if kind == "i" else np.uint32, encoding="cast")
+        if kind == "u" and extreme:
+            return entry(dtype, wire=f"i{dtype.itemsize}", encoding="order")
         return entry(dtype)
     if dtype.itemsize == 2:
         if extreme:

@@ -62,10 +62,17 @@ def look() -> dict[str, Any]:
 
 @functools.cache
 def _has_persistent() -> bool:
-    """Return whether MPI has persistent collectives, which are those of MPI 4."""
+    """Return whether MPI has persistent collectives, which are those of MPI 4.
+
+    Those of MPICH 4.0.2 gather the elements of their first time again.
+    """
     buffers = np.zeros((2, 1))
+    mpi = mpi_module()
+    name, version = mpi.get_vendor()
+    if name == "MPICH" and version < (4, 1):
+        return False
     try:
-        mpi_module().COMM_SELF.Allgather_init(*buffers).Free()
+        mpi.COMM_SELF.Allgather_init(*buffers).Free()
     except (AttributeError, NotImplementedError):
         return False
     return True

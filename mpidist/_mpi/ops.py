@@ -1,8 +1,9 @@
 """Operations of MPI that are functions of the native core.
 
 MPI calls them with pointers only, so they need neither mpi.h nor an ABI. They do what
-MPI's own do not: sums of small integers wrap (Open MPI's saturate), and MIN and MAX of
-NaN and of zeros have one answer, the one of the core.
+MPI's own do not: sums of small integers wrap (Open MPI's saturate), MIN and MAX of NaN
+and of zeros have one answer, the one of the core, and those of unsigned integers are
+right (`mpidist._collectives.dtype_table`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from mpidist import _native
 from mpidist._base.types import DType
 from mpidist._mpi.library import mpi_module
 
-# Of which MPI's own SUM is NumPy's.
-_SUMMED: Final = frozenset(("f4", "f8", "i4", "i8", "u4", "u8", "c8", "c16"))
-_INTEGERS: Final = frozenset(("i4", "i8", "u4", "u8"))
+# Of which MPI's own operations are NumPy's.
+_OWN: Final = {
+    "SUM": frozenset(("f4", "f8", "i4", "i8", "u4", "u8", "c8", "c16")),
+    "PROD": frozenset(("i4", "i8", "u4", "u8")),
+    "MIN": frozenset(("i4", "i8")),
+    "MAX": frozenset(("i4", "i8")),
+}
 
 
 @functools.cache
@@ -35,7 +40,7 @@ def host_op(dtype: str, operation: str) -> tuple[Any, DType, Any]:
         `mpi4py.MPI.Datatype`, or None if NumPy's dtype tells mpi4py which one it is.
     """
     mpi = mpi_module()
-    if dtype in _INTEGERS or (operation == "SUM" and dtype in _SUMMED):
+    if dtype in _OWN[operation]:
         return getattr(mpi, operation), np.dtype(dtype), None
     op = make_op(_native.core.op_function(dtype, operation), commutes=True)
     nbytes = int(dtype.lstrip("bfiuc"))

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from replicas import all_reduce
 
 import mpidist
 
@@ -65,3 +66,24 @@ def test_complex_numbers_that_are_aligned_as_their_parts(
     expected = np.full(4, size * (size - 1) / 2 + size * 1j)
     found = strategy.experimental_local_results(value)[0]
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("implementation", ["direct", "auto"])
+@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+def test_the_order_of_unsigned_integers(
+    monkeypatch, new_strategy, dtype, nodes, implementation, rank, size
+):
+    """Some MPIs compare them as if they were signed."""
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", nodes)
+    strategy = new_strategy(implementation=implementation.upper())
+    largest = np.iinfo(dtype).max
+    for count in (3, 100_003):
+        parts = [
+            np.where(np.arange(count) % size == k, largest - k, k).astype(dtype)
+            for k in range(size)
+        ]
+        for op, function in (("MAX", np.maximum), ("MIN", np.minimum)):
+            found = all_reduce(strategy, op, parts[rank])
+            np.testing.assert_array_equal(found, function.reduce(parts))
+            assert found.dtype == dtype
