@@ -91,6 +91,13 @@ def share_memory(strategy: mpidist.Strategy) -> bool:
     return comm.size > 1 and comm.num_nodes == 1
 
 
+def on_every_rank_free_memory() -> list[int]:
+    """Return the bytes of memory that are free, as each rank sees it."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        (line,) = (line for line in file if line.startswith("MemAvailable"))
+    return everywhere(1024 * int(line.split()[1]))
+
+
 def threads() -> testing.ThreadGroup | None:
     """Return the group of all replicas where they are threads; None under mpirun."""
     try:
