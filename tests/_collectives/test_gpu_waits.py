@@ -10,6 +10,7 @@ import ast
 import inspect
 import itertools
 import random
+import sys
 import types
 
 import numpy as np
@@ -285,6 +286,10 @@ WAYS = ["nccl", "direct", "staged", "staged by MPI", "staged between nodes"]
 
 
 def install(monkeypatch, way, order, seed, rank, size):
+    mpi = sys.modules.get("mpi4py.MPI")
+    name, version = mpi.get_vendor() if mpi else ("none", (0,))
+    if way == "direct" and name == "MPICH" and version < (4, 1):
+        pytest.skip("MPI_Reduce of MPICH 4.0 crashes if its root changes")
     nccl = posing.Nccl() if way == "nccl" else None
     seed = 1000 * seed + rank  # ranks are early and late by themselves
     return posing.install(

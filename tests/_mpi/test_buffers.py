@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -197,7 +196,9 @@ class Older:
 def test_whether_mpi_has_persistent_collectives(raises, monkeypatch):
     from mpi4py import MPI
 
-    older = SimpleNamespace(COMM_SELF=Older(MPI.COMM_SELF, raises))
+    older = SimpleNamespace(
+        COMM_SELF=Older(MPI.COMM_SELF, raises), get_vendor=lambda: ("MPI", (3, 0, 0))
+    )
     monkeypatch.setattr(between, "mpi_module", lambda: older)
     assert not between._has_persistent.__wrapped__()
 
@@ -210,7 +211,7 @@ def of_kind(comm: Any, kind: str) -> Any:
 
 
 def test_the_persistent_collectives_of_mpich_4_0_are_not_used(monkeypatch):
-    mpi = types.SimpleNamespace(get_vendor=lambda: ("MPICH", (4, 0, 2)))
+    mpi = SimpleNamespace(get_vendor=lambda: ("MPICH", (4, 0, 2)))
     monkeypatch.setattr(between, "mpi_module", lambda: mpi)
     assert not between._has_persistent.__wrapped__()
 
