@@ -211,7 +211,9 @@ class Variable(ArrayLike, Registered):
         return math.prod(self._storage.shape)
 
     def __len__(self) -> int:
-        return len(self._storage.array)
+        if not self.shape:
+            raise TypeError(f"{self.name}: a variable of shape () has no len()")
+        return self.shape[0]
 
     @property
     def distribute_strategy(self) -> Any:
