@@ -61,7 +61,7 @@ COMBINE: Final[dict[MPIOp, np.ufunc]] = {
 
 
 class Rule(NamedTuple):
-    """What an operation does; `docs/architecture.md` says what else a new one needs.
+    """What an operation does; `mpidist docs architecture` says what else one needs.
 
     Attributes:
         combining: what it does with two values at a time. A mean is a sum, divided.

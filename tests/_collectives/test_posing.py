@@ -64,7 +64,6 @@ def test_the_sources_are_read():
         "cupy.cuda.Event.synchronize",
         "cupy.cuda.MemoryPointer.ptr",
         "cupy.cuda.Stream.ptr",
-        "cupy.cuda.Stream.wait_event",
         "cupy.cuda.nccl.NcclCommunicator",
         "cupy.cuda.nccl.NcclCommunicator.allGather",
         "cupy.cuda.nccl.get_unique_id",
