@@ -265,7 +265,13 @@ _ON_ONE_RANK: Final = {
 
 
 def _remedies(reports: list[Report]) -> list[str]:
-    """Return what to write if some ranks make a call that all ranks have to make."""
+    """Return what to write for some mistakes."""
+    calls = {report.call for report in reports}
+    if len(calls) > 1 == len({re.sub(r"no seed: \d+", "", call) for call in calls}):
+        return [
+            "The order of a `shuffle` without a seed depends on how many the rank has "
+            "made before; give shuffle a seed"
+        ]
     for report in reports:
         for pattern, remedy in _ON_ONE_RANK.items():
             match = re.match(pattern, report.call)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import Final
 
 from mpidist._base import nest
@@ -27,13 +27,28 @@ from mpidist.data._stages import Part
 
 
 class _Several(Stage):
+    parents: Sequence[Stage]
+
     def inherit_from(self, parents: Sequence[Stage]) -> None:
         """Set the attributes that follow from those of all parents."""
+        self.parents = parents
         self.indexed = all(parent.indexed for parent in parents)
         self.depth = max(parent.depth for parent in parents)
         self.workers = max(parent.workers for parent in parents)
         for parent in parents:
             self.options = self.options.merge(parent.options)
+
+    def of(self, parents: Sequence[Stage]) -> Stage:
+        """Return the same of other parents."""
+        raise NotImplementedError
+
+    def shuffle_seeds(self) -> list[int]:
+        return [seed for parent in self.parents for seed in parent.shuffle_seeds()]
+
+    def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
+        made = [parent.with_shuffle_seeds(seeds) for parent in self.parents]
+        same = all(map(operator.is_, made, self.parents))
+        return self if same else self.of(made)
 
 
 class Zip(_Several):
@@ -43,7 +58,7 @@ class Zip(_Several):
     """
 
     def __init__(self, parents: Sequence[Stage], structure: nest.Structure) -> None:
-        self._parents, self._structure = parents, structure
+        self._structure = structure
         self.inherit_from(parents)
         sizes = [parent.size for parent in parents]
         self.size = UNKNOWN if UNKNOWN in sizes else min(sizes)
@@ -53,18 +68,21 @@ class Zip(_Several):
             self.whole = next((one.whole for one in parents if one.whole), "")
         self.text = f"zip{structure.render([one.text for one in parents])}"
 
+    def of(self, parents: Sequence[Stage]) -> Stage:
+        return Zip(parents, self._structure)
+
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
-        found = [parent.at(indices, in_pass) for parent in self._parents]
+        found = [parent.at(indices, in_pass) for parent in self.parents]
         return list(zip(*found, strict=True))
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
-        found = [parent.tokens(in_pass) for parent in self._parents]
+        found = [parent.tokens(in_pass) for parent in self.parents]
         return zip(*found, strict=False)
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        copies = enumerate(itertools.tee(tokens, len(self._parents)))
-        columns = [map(itemgetter(number), copy) for number, copy in copies]
-        both = zip(self._parents, columns, strict=True)
+        copies = enumerate(itertools.tee(tokens, len(self.parents)))
+        columns = [map(operator.itemgetter(number), copy) for number, copy in copies]
+        both = zip(self.parents, columns, strict=True)
         loaded = [parent.load(column) for parent, column in both]
         return map(self._structure.unflatten, zip(*loaded, strict=True))
 
@@ -72,7 +90,7 @@ class Zip(_Several):
         if not len(tokens):
             return None
         columns = zip(*tokens, strict=True)
-        both = zip(self._parents, columns, strict=True)
+        both = zip(self.parents, columns, strict=True)
         return self._side_by_side([parent.block(column) for parent, column in both])
 
     def _side_by_side(self, blocks: list[RowBlock | None]) -> RowBlock | None:
@@ -83,7 +101,7 @@ class Zip(_Several):
         return RowBlock(leaves, structure)
 
     def open(self, token: Token) -> LazyBlock:
-        both = zip(self._parents, token, strict=True)
+        both = zip(self.parents, token, strict=True)
         parts = [parent.open(part) for parent, part in both]
         rows = [part.rows for part in parts]
         if min(rows) < max(rows):
@@ -99,7 +117,7 @@ class Zip(_Several):
         )
 
     def spec(self, *, trial: bool = False) -> Nest | None:
-        specs = [parent.spec(trial=trial) for parent in self._parents]
+        specs = [parent.spec(trial=trial) for parent in self.parents]
         return None if None in specs else self._structure.unflatten(specs)
 
 
@@ -107,11 +125,11 @@ class _Pairs(Stage):
     """A stage whose tokens are pairs: a stage, and its token."""
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
-        for stage, run in itertools.groupby(tokens, itemgetter(0)):
-            yield from stage.load(map(itemgetter(1), run))
+        for stage, run in itertools.groupby(tokens, operator.itemgetter(0)):
+            yield from stage.load(map(operator.itemgetter(1), run))
 
     def block(self, tokens: Tokens) -> RowBlock | None:
-        runs = itertools.groupby(tokens, itemgetter(0))
+        runs = itertools.groupby(tokens, operator.itemgetter(0))
         found = [stage.block([token for _, token in run]) for stage, run in runs]
         blocks = [block for block in found if block is not None]
         return join(blocks) if blocks else None
@@ -125,8 +143,7 @@ class Concatenate(_Pairs, _Several):
     """The elements of one dataset, and then those of another."""
 
     def __init__(self, first: Stage, second: Stage) -> None:
-        self._first, self._second = parents = first, second
-        self.inherit_from(parents)
+        self.inherit_from((first, second))
         sizes = [first.size, second.size]
         self.size = min(sum(sizes), INFINITE)
         if UNKNOWN in sizes and max(sizes) < INFINITE:
@@ -136,22 +153,25 @@ class Concatenate(_Pairs, _Several):
         self.whole = first.whole or second.whole
         self.text = f"{first.text}.concatenate({second.text})"
 
+    def of(self, parents: Sequence[Stage]) -> Stage:
+        return Concatenate(*parents)
+
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
-        size, tokens = self._first.size, []
+        size, tokens = self.parents[0].size, []
         for index in indices:
             number = int(index >= size)
-            stage = self._second if number else self._first
+            stage = self.parents[number]
             (token,) = stage.at(index[None] - number * size, (*in_pass, number))
             tokens.append((stage, token))
         return tokens
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
-        for number, stage in enumerate((self._first, self._second)):
+        for number, stage in enumerate(self.parents):
             for token in stage.tokens((*in_pass, number)):
                 yield stage, token
 
     def spec(self, *, trial: bool = False) -> Nest | None:
-        one, two = self._first.spec(trial=trial), self._second.spec(trial=trial)
+        one, two = (parent.spec(trial=trial) for parent in self.parents)
         if one is None or two is None:
             return None
         return nest.map_structure(common_spec, one, two)

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from mpidist._base import nest, shuffle_seeds
+from mpidist._base import nest
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
 from mpidist.data import _stages as stages
@@ -89,26 +89,25 @@ class Dataset(Elements):
                 "Dataset.shuffle: expected a size or a seed; write `shuffle(seed=1)` "
                 "for an order of all elements, or as in tf.data `shuffle(buffer_size)`"
             )
-        if buffer_size is not None and buffer_size != UNKNOWN_CARDINALITY:
-            size = as_count("shuffle", "buffer_size", buffer_size, least=1)
-        elif stage.size >= INFINITE:
+        if buffer_size is not None:
+            name, unknown = "buffer_size", UNKNOWN_CARDINALITY
+            size = as_count("shuffle", name, buffer_size, least=1, other=unknown)
+            size = None if size == unknown else size
+        if size is None and stage.size >= INFINITE:
             raise ValueError(
                 "Dataset.shuffle: this dataset has no end, so there is no order of all "
                 "of it; write `shuffle` before `repeat`, or `shuffle(buffer_size, "
                 "seed=seed)`"
             )
-        elif not stage.indexed and buffer_size is None:
+        if not stage.indexed and buffer_size is None:
             raise ValueError(
                 "Dataset.shuffle: the elements of this dataset can only be read one "
                 "after the other, so they are shuffled in a buffer; write "
                 "`shuffle(buffer_size, seed=seed)`"
             )
-        number = as_seed("shuffle", seed)
+        given, number = seed is not None, as_seed("shuffle", seed)
         anew = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
-        first = "" if size is None else f"{size}, "
-        first += f"seed={number}" if seed is not None else f"no seed: {number}"
-        call = f"shuffle({first}{'' if anew else ', always in one order'})"
-        return Dataset(stages.Shuffle(stage, call, size, number, anew))
+        return Dataset(stages.Shuffle(stage, size, number, given, anew))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Repeat the dataset ``count`` times; None or -1: infinitely."""
@@ -133,7 +132,9 @@ class Dataset(Elements):
         """Keep every ``num_shards``-th element, starting at number ``index``.
 
         For `Strategy.distribute_datasets_from_function`:
-        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``.
+        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``. The
+        shards of ranks overlap after a `shuffle` without a seed, made outside of the
+        function, if one rank has made more such datasets than another: give it a seed.
         """
         num_shards = as_count("shard", "num_shards", num_shards, least=1)
         index = as_count("shard", "index", index, least=0)
@@ -197,9 +198,9 @@ class Dataset(Elements):
         The thread runs the whole pipeline, wherever `prefetch` stands in it; for a
         distributed dataset each rank's own rows. None is `AUTOTUNE`, which means 2.
         """
-        if buffer_size is None or buffer_size == AUTOTUNE:
-            buffer_size = _AHEAD
-        size = as_count("prefetch", "buffer_size", buffer_size, least=0)
+        size = AUTOTUNE if buffer_size is None else buffer_size
+        size = as_count("prefetch", "buffer_size", size, least=0, other=AUTOTUNE)
+        size = _AHEAD if size == AUTOTUNE else size
         return Dataset(stages.Same(self._stage, f"prefetch({size})", size))
 
     # --- functions ------------------------------------------------------------
@@ -283,9 +284,9 @@ class Dataset(Elements):
             name: accepted.
         """
         call = as_call("interleave", "map_func", map_func)[:-1]
-        if cycle_length in (None, AUTOTUNE):
-            cycle_length = _CYCLE
-        cycle = as_count("interleave", "cycle_length", cycle_length, least=1)
+        cycle = AUTOTUNE if cycle_length is None else cycle_length
+        cycle = as_count("interleave", "cycle_length", cycle, least=1, other=AUTOTUNE)
+        cycle = _CYCLE if cycle == AUTOTUNE else cycle
         length = 1 if block_length is None else block_length
         length = as_count("interleave", "block_length", length, least=1)
         readers = as_calls("interleave", num_parallel_calls)
@@ -293,8 +294,7 @@ class Dataset(Elements):
             readers = cycle
 
         def open_one(*element: Nest) -> Stage:
-            with shuffle_seeds.reading:
-                made = map_func(*element)
+            made = map_func(*element)
             expect(
                 isinstance(made, Dataset),
                 "Dataset.interleave",

@@ -6,6 +6,7 @@ import builtins
 import copy
 import glob
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeAlias
 
@@ -40,9 +41,14 @@ FilePattern: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str
 # --- arguments of the methods ------------------------------------------------------
 
 
-def as_count(method: str, name: str, value: Any, *, least: int) -> int:
-    """Return an int, given one, or a 0-d array of one."""
-    return as_int(f"Dataset.{method}", name, value, least=least)
+def as_count(
+    method: str, name: str, value: Any, *, least: int, other: int | None = None
+) -> int:
+    """Return an int, given one, or a 0-d array of one; ``other`` may be less."""
+    number = as_int(f"Dataset.{method}", name, value, least=-sys.maxsize)
+    if number == other:
+        return number
+    return as_int(f"Dataset.{method}", name, number, least=least)
 
 
 def as_seed(method: str, seed: int | None) -> int:
@@ -56,9 +62,9 @@ def as_calls(method: str, value: object) -> int:
     """Return the number of threads for ``num_parallel_calls``; 0: none."""
     if value is None:
         return 0
-    if value == AUTOTUNE:
-        return default_workers()
-    return as_count(method, "num_parallel_calls", value, least=1)
+    name = "num_parallel_calls"
+    calls = as_count(method, name, value, least=1, other=AUTOTUNE)
+    return default_workers() if calls == AUTOTUNE else calls
 
 
 def as_call(method: str, name: str, function: object) -> str:
@@ -80,7 +86,7 @@ class DatasetIterator(PositionedIterator):
 
     def __init__(self, dataset: Elements) -> None:
         """Not for users: call ``iter(dataset)``."""
-        self._dataset = dataset
+        self._dataset, self._stage = dataset, dataset._stage
         self._go_to(dataset._iterations, 0)
 
     def _go_to(self, iteration: int, position: int) -> None:
@@ -94,7 +100,7 @@ class DatasetIterator(PositionedIterator):
             return False, None
         try:
             if self._elements is None:
-                stage = stage_of(self._dataset)
+                stage = self._stage
                 tokens = stage.tokens((self._iteration,), self._position)
                 self._elements = stage.load(tokens)
                 if stage.depth:
@@ -117,12 +123,15 @@ class DatasetIterator(PositionedIterator):
         """Go to a position: the next element is the one after it.
 
         Args:
-            state: the result of `state` of an iterator over the same dataset.
+            state: the result of `state` of an iterator over the same dataset. Shuffles
+                without a seed get those of the state, here and in later iterators.
 
         Raises:
             ValueError: if it is not such a state.
         """
         state = checked_state("DatasetIterator.restore", state, self.state())
+        self._stage = self._stage.with_shuffle_seeds(iter(state["shuffle_seeds"]))
+        self._dataset._stage = self._stage
         self._go_to(int(state["iteration"]), int(state["position"]))
 
 
@@ -250,8 +259,7 @@ class Elements(metaclass=_Names):
             raise ValueError(f"Dataset.list_files: no file matches {patterns}")
         stage = slices_of(np.array(sorted(names)))
         if shuffle or (shuffle is None and seed is not None):
-            number = as_seed("list_files", seed)
-            stage = Shuffle(stage, f"shuffle(seed={number})", None, number, True)
+            stage = Shuffle(stage, None, as_seed("list_files", seed), seed is not None)
         return cls(stage)
 
     @classmethod

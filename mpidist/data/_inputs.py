@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from mpidist._base import shuffle_seeds
 from mpidist._base.types import Nest
 from mpidist.data._dataset import Dataset
 from mpidist.data._elements import stage_of
@@ -100,7 +101,8 @@ class Items(Stage):
                 "each epoch"
             )
         self._opened = True
-        return iter(self._items)
+        with shuffle_seeds.reading:
+            return iter(self._items)
 
 
 class _Numbered(Iterator[Nest]):
@@ -152,12 +154,15 @@ class _ItemStream(Iterator[RowBlock]):
                 f"{position}; restore a new iterator of a new source"
             )
         while self._position < position:
-            if next(self._items, _END) is _END:
+            with shuffle_seeds.reading:
+                found = next(self._items, _END)
+            if found is _END:
                 raise too_short(position, f"after {self._position}")
             self._position += 1
 
     def __next__(self) -> RowBlock:
-        element = next(self._items)
+        with shuffle_seeds.reading:
+            element = next(self._items)
         self._position += 1
         block = block_of(element, self._call)
         if isinstance(self._items, _Numbered):

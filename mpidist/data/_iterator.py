@@ -40,7 +40,7 @@ class DistributedIterator(PositionedIterator):
 
     def __init__(self, feed: Feed) -> None:
         """Not for users: call ``iter(dataset)``."""
-        self._feed = feed
+        self._feed, self._stage = feed, feed.stage
         self._start(feed.next_iteration(), 0)
 
     def _start(self, iteration: int, position: int, source_state: Any = None) -> None:
@@ -109,7 +109,8 @@ class DistributedIterator(PositionedIterator):
 
         It counts the elements that were returned, not those that a thread has read
         ahead, and includes the state of the source if that has ``get_state`` and
-        ``set_state``, like grain's iterators. Pass it to `restore`, in this run or
+        ``set_state``, like grain's iterators, and the seeds of shuffles that the
+        program gave none. Pass it to `restore`, in this run or
         another. Not collective; in a checkpoint the state of one rank is enough.
         """
         feed, own = self._feed, self._own_state()
@@ -118,7 +119,7 @@ class DistributedIterator(PositionedIterator):
         return super().state() | {
             "input": "own" if feed.policy is None else "global",
             "batch_size": feed.batch_size,
-            "cardinality": feed.stage.cardinality(),
+            "cardinality": self._stage.cardinality(),
             "replicas": feed.replicas,
             "sources": {} if own is None else {str(rank): own},
         }
@@ -126,7 +127,7 @@ class DistributedIterator(PositionedIterator):
     def _own_state(self) -> Any:
         """Return the state of the user's iterator, as JSON; None if it has none."""
         read = self._waiting and self._piece is not None  # but not returned
-        if self._feed.stage.again or self._stream is None or read:
+        if self._stage.again or self._stream is None or read:
             return self._source_state
         return state_of(self._stream)
 
@@ -140,7 +141,8 @@ class DistributedIterator(PositionedIterator):
 
         Args:
             state: the result of `state`, the same on all ranks, except for the states
-                of the sources themselves.
+                of the sources themselves. Shuffles without a seed get those of the
+                state, here and in later iterators.
 
         Raises:
             ValueError: if it is not such a state, or that of another dataset; on all
@@ -149,7 +151,7 @@ class DistributedIterator(PositionedIterator):
                 its position, on all ranks; but a source that can be read only once is
                 lost.
         """
-        feed, stage = self._feed, self._feed.stage
+        feed = self._feed
         call = "DistributedIterator.restore"
         context.require_program_level(feed.group, "restore")
         try:
@@ -158,6 +160,8 @@ class DistributedIterator(PositionedIterator):
             source_state = to["sources"].get(str(feed.collectives.comm.rank))
             if source_state is None and feed.policy is not None:
                 source_state = next(iter(to["sources"].values()), None)
+            seeds = to["shuffle_seeds"]
+            stage = self._stage.with_shuffle_seeds(iter(seeds))
         except Exception as error:
             feed.collectives.invalid(call, error)
         stream = self._stream if stage.one_shot else None
@@ -174,6 +178,7 @@ class DistributedIterator(PositionedIterator):
         )
         if feed.policy is not None:
             text += f", with batch_size={batch_size}"
+            text += f", and the seeds {seeds}" if seeds else ""
         try:
             feed.collectives.guard.agree(Call(text))
         except BaseException:
@@ -183,11 +188,12 @@ class DistributedIterator(PositionedIterator):
         self._close()
         self._start(iteration, position, source_state if stage.again else None)
         self._stream = stream
+        self._stage = feed.stage = stage
         feed.iterations = iteration + 1
 
     def _spoil(self) -> None:
         """After a failed restore, mark a source that cannot be reopened as lost."""
-        if self._feed.stage.one_shot:
+        if self._stage.one_shot:
             self._failure = (
                 "its `restore` failed, and its source can be read only once; "
                 "restore an iterator of a new source"
@@ -290,7 +296,7 @@ class DistributedIterator(PositionedIterator):
     def _read(self) -> Piece | None:
         feed = self._feed
         if self._stream is None:
-            self._stream = feed.stage.stream(
+            self._stream = self._stage.stream(
                 self._iteration, self._position, self._own_state()
             )
         if not feed.stage.depth:
@@ -303,7 +309,7 @@ class DistributedIterator(PositionedIterator):
         """After an error, prepare to read this position again, or never again."""
         self._close(wait=wait)
         self._stream, self._waiting = None, False
-        if not self._feed.stage.again:
+        if not self._stage.again:
             self._failure = (
                 f"its input raised a {type(error).__name__} and cannot continue; make "
                 "a new iterator with `iter(dataset)`, or `restore` a state"

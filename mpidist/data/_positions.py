@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 from mpidist._base.types import Nest
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from mpidist.data._rows import block_of
+from mpidist.data._stage import Stage
 
 FORMAT: Final = 1
 _KINDS: Final = {
@@ -84,11 +85,14 @@ class PositionedIterator(collections.abc.Iterator[Nest]):
         _iteration: the number of the iteration over the dataset.
         _position: the number of elements that were returned.
         _unit: what it counts.
+        _stage: what it reads: that of the dataset, with the seeds of the shuffles that
+            `restore` has set.
     """
 
     _iteration: int
     _position: int
     _unit: str = "elements"
+    _stage: Stage
 
     def _step(self, call: str) -> tuple[bool, Nest]:
         """Return whether there is a next element, and it. ``call``: the user's."""
@@ -130,13 +134,15 @@ class PositionedIterator(collections.abc.Iterator[Nest]):
         """Return the position, as a small nest for JSON.
 
         It counts the elements that were returned, not those that a thread has read
-        ahead. Pass it to `restore`, in this run or another.
+        ahead, and has the seeds of shuffles that the program gave none. Pass it to
+        `restore`, in this run or another.
         """
         return {
             "format": FORMAT,
             "input": "dataset",
             "iteration": self._iteration,
             "position": self._position,
+            "shuffle_seeds": self._stage.shuffle_seeds(),
         }
 
 
@@ -158,6 +164,7 @@ _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     ),
     "replicas": _is_count,
     "sources": lambda x: isinstance(x, dict),
+    "shuffle_seeds": lambda x: isinstance(x, list) and all(map(_is_count, x)),
 }
 
 
@@ -170,6 +177,9 @@ def checked_state(call: str, state: object, own: dict[str, Any]) -> dict[str, An
     what = f"{call}: expected the result of an iterator's `state()`, got"
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{what} {state!r:.200}")
+    unseeded = len(own["shuffle_seeds"])
+    # Older versions have no such entry, and the seed 0.
+    state = {"shuffle_seeds": [0] * unseeded, **state}
     for name in own:
         if not _FITS[name](state.get(name)):
             raise ValueError(f"{what} one in which {name!r} is {state.get(name)!r:.80}")
@@ -178,6 +188,13 @@ def checked_state(call: str, state: object, own: dict[str, Any]) -> dict[str, An
                 f"{call}: the state is that of an iterator over "
                 f"{_KINDS[state[name]]}, and this one is over {_KINDS[own[name]]}"
             )
+    if len(state["shuffle_seeds"]) != unseeded:
+        raise ValueError(
+            f"{call}: the state is that of a dataset with "
+            f"{len(state['shuffle_seeds'])} shuffles without a seed, and this one has "
+            f"{unseeded}, so the order would be another; make the same dataset, or "
+            "write `shuffle(n, seed=...)` in both"
+        )
     if own["input"] == "own" and state["replicas"] != own["replicas"]:
         raise ValueError(
             f"{call}: the state was taken on {state['replicas']} ranks, each with an "

@@ -30,6 +30,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from mpidist._base import shuffle_seeds
 from mpidist._base.types import HostArray, Nest
 from mpidist.data._options import (
     INFINITE_CARDINALITY,
@@ -96,6 +97,14 @@ class Stage:
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
         """Yield the tokens of all elements, if the stage is not indexed."""
         raise NotImplementedError
+
+    def shuffle_seeds(self) -> list[int]:
+        """Return the seeds of shuffles for which the program gave none."""
+        return []
+
+    def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
+        """Return this stage with other `shuffle_seeds`; itself if they are the same."""
+        return self
 
     def tokens(self, in_pass: Pass, start: int = 0) -> Iterator[Token]:
         """Return the tokens from an element on."""
@@ -234,6 +243,15 @@ class Derived(Stage):
         """The name of the method that made this stage."""
         return self.call.partition("(")[0]
 
+    def shuffle_seeds(self) -> list[int]:
+        return self.parent.shuffle_seeds()
+
+    def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
+        parent = self.parent.with_shuffle_seeds(seeds)
+        if parent is self.parent:
+            return self
+        return dataclasses.replace(self, parent=parent)
+
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return self.parent.at(indices, in_pass)
 
@@ -267,7 +285,12 @@ class Via(Derived):
 
 def apply(function: Callable[..., Any], element: Nest) -> Any:
     """Call a user's function with an element: the parts of a tuple are arguments."""
-    return function(*element) if type(element) is tuple else function(element)
+    # Not `with`: this is called for each element.
+    shuffle_seeds.reading.depth += 1
+    try:
+        return function(*element) if type(element) is tuple else function(element)
+    finally:
+        shuffle_seeds.reading.depth -= 1
 
 
 def name_of(function: object) -> str:

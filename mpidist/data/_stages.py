@@ -154,14 +154,29 @@ class Shuffle(Via):
     buffer for all elements gives a permutation.
     """
 
+    call: str = dataclasses.field(init=False)
     buffer_size: int | None  # None: for all
     seed: int
-    reshuffle_each_iteration: bool
+    seeded: bool  # by the program
+    reshuffle_each_iteration: bool = True
 
     def __post_init__(self) -> None:
+        size = "" if self.buffer_size is None else f"{self.buffer_size}, "
+        seed = f"seed={self.seed}" if self.seeded else f"no seed: {self.seed}"
+        always = "" if self.reshuffle_each_iteration else ", always in one order"
+        self.call = f"shuffle({size}{seed}{always})"
         self.inherit()
         self.indexed = self.parent.indexed and self.parent.size < INFINITE
         self._orders: list[tuple[Pass, HostArray]] = []
+
+    def shuffle_seeds(self) -> list[int]:
+        return self.parent.shuffle_seeds() + ([] if self.seeded else [self.seed])
+
+    def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
+        stage = super().with_shuffle_seeds(seeds)
+        assert isinstance(stage, Shuffle)
+        seed = self.seed if self.seeded else next(seeds)
+        return stage if seed == self.seed else dataclasses.replace(stage, seed=seed)
 
     def _random(self, in_pass: Pass) -> np.random.RandomState:
         # RandomState's streams do not change with the version of NumPy, so a run that

@@ -289,10 +289,27 @@ def test_ranks_shuffle_alike_without_a_seed(strategy, rank, size):
         # Global batches must be the same on all ranks.
         batches = Dataset.range(8 * size).shuffle(8 * size).batch(2 * size)
         if size > 1:
-            with pytest.raises(mpidist.CollectiveMismatchError, match="no seed: "):
+            match = r"no seed: [\s\S]*give shuffle a seed"
+            with pytest.raises(mpidist.CollectiveMismatchError, match=match):
                 strategy.experimental_distribute_dataset(batches)
     finally:
         shuffle_seeds.position()[1] = before
+
+
+@core
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("buffer_size", Dataset.shuffle),
+        ("buffer_size", Dataset.prefetch),
+        ("num_parallel_calls", lambda rows, x: rows.map(abs, num_parallel_calls=x)),
+        ("cycle_length", lambda rows, x: rows.interleave(abs, cycle_length=x)),
+    ],
+)
+def test_a_value_of_each_replica_is_no_number(strategy, name, call):
+    value = strategy.experimental_distribute_values_from_function(lambda _: 3)
+    with pytest.raises(TypeError, match=f"expected `{name}` to be an int"):
+        call(Dataset.range(3), value)
 
 
 @core

@@ -69,6 +69,8 @@ def test_a_dataset_opens_no_file_and_unpickles_nothing(tmp_path, watched):
 
 
 STATES = [
+    {"shuffle_seeds": [-1]},
+    {"shuffle_seeds": [1]},
     None,
     [],
     "x",

@@ -6,6 +6,7 @@ No MPI here.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import types
 
@@ -178,6 +179,67 @@ def test_shuffles_without_a_seed_differ_and_are_the_same_in_the_next_run(monkeyp
     assert run() == (read, [one, two])
     assert other[0] == read
     assert len({str(x) for x in (one, two, *other[1])}) == 4
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_state_has_the_seeds_of_shuffles_without_one(distributed):
+    def make():
+        rows = Dataset.zip(arange(9).shuffle(9), arange(9).shuffle(9, seed=3))
+        rows = rows.concatenate(rows.take(4)).cache().shuffle(5).repeat(2).batch(2)
+        if distributed:
+            rows = mpidist.get_strategy().experimental_distribute_dataset(rows)
+        return rows
+
+    def read(iterator):
+        return [[x.tolist() for x in element] for element in iterator]
+
+    first, dataset = make(), make()
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state = json.loads(json.dumps(iterator.state()))
+    before, other = iter(dataset), iter(make())
+    expected = read(other)
+    restored = iter(dataset)
+    restored.restore(state)
+    assert restored.state() == state
+    assert read(restored) == (rest := read(iterator))
+    assert read(iter(dataset)) == read(iter(first))  # the next epoch, too
+    assert read(before) != read(iter(first))  # has its own order
+    assert rest != expected[3:]
+    with pytest.raises(
+        ValueError, match=r"2 shuffles.*has 3.*write `shuffle\(n, seed="
+    ):
+        other.restore({**state, "shuffle_seeds": state["shuffle_seeds"][:2]})
+    # An older version used 0 for all, and its states have no seeds.
+    del state["shuffle_seeds"]
+    restored.restore(state)
+    assert restored.state()["shuffle_seeds"] == [0] * 3
+
+
+def test_shuffles_made_by_functions_that_run_while_reading_do_not_count():
+    def one(x):
+        arange(3).shuffle(3)
+        return x
+
+    def batches():
+        arange(3).shuffle(3)
+        yield np.ones(3)
+
+    class Batches:
+        def __iter__(self):
+            arange(3).shuffle(3)
+            return batches()
+
+    before = list(shuffle_seeds.position())
+    rows = arange(4).map(one).filter(lambda x: one(x) >= 0)
+    assert lists(rows.take_while(lambda x: one(x) < 9)) == [0, 1, 2, 3]
+    strategy = mpidist.get_strategy()
+    list(strategy.experimental_distribute_dataset(Batches()))
+    source = batches()
+    calls = strategy.make_input_fn_iterator(lambda context: lambda: next(source))
+    assert len(list(calls)) == 1
+    assert shuffle_seeds.position() == before
 
 
 def test_the_order_of_a_shuffle_does_not_change_with_versions():

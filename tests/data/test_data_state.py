@@ -390,3 +390,29 @@ def test_an_input_that_has_become_shorter_is_refused(strategy, kind):
     ended = iter(strategy.experimental_distribute_dataset(make(batches)))
     ended.restore(iterator.state())
     assert gathered(strategy, ended) == []
+
+
+@core
+@pytest.mark.parametrize("own_input", [False, True])
+def test_shuffles_without_a_seed_have_the_order_of_the_state(strategy, rank, own_input):
+    def dataset_fn(context):
+        rows = Dataset.range(ROWS).shuffle(ROWS)
+        if own_input:
+            rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return rows.batch(BATCH)
+
+    def distribute():
+        if own_input:
+            return strategy.distribute_datasets_from_function(dataset_fn)
+        return strategy.experimental_distribute_dataset(dataset_fn(None))
+
+    dataset, other = distribute(), distribute()
+    first = iter(dataset)
+    gathered(strategy, first, 1)
+    state = group_of(strategy).communicator.all_gather_objects(
+        pickle.dumps(first.state())
+    )[0]
+    second = iter(other)
+    second.restore(pickle.loads(state))
+    assert gathered(strategy, second) == (rest := gathered(strategy, first))
+    assert gathered(strategy, iter(other)) == gathered(strategy, iter(dataset)) != rest
