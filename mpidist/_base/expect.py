@@ -32,7 +32,15 @@ def expect(
         )
 
 
-def as_int(call: str, name: str, value: Any, *, least: int, hint: str = "") -> int:
+def as_int(
+    call: str,
+    name: str,
+    value: Any,
+    *,
+    least: int,
+    hint: str = "",
+    kind: str = "an int",
+) -> int:
     """Return an argument as an int, given one, or an array or variable of one.
 
     Raises:
@@ -43,7 +51,7 @@ def as_int(call: str, name: str, value: Any, *, least: int, hint: str = "") -> i
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    expect(number is not None, call, f"`{name}` to be an int", value, hint)
+    expect(number is not None, call, f"`{name}` to be {kind}", value, hint)
     assert number is not None
     if number < least:
         raise ValueError(

@@ -324,8 +324,8 @@ def _as_number(given: object) -> int:
     x: Any = given  # what has `numpy()`, and what that returns, is the user's
     if not isinstance(given, int) and hasattr(given, "numpy"):
         x = given.numpy()
-    hint = "or a variable of an integer dtype and shape ()"
-    return as_int("CheckpointManager.save", "checkpoint_number", x, least=0, hint=hint)
+    kind = "an int, or a variable of an integer dtype and shape ()"
+    return as_int("CheckpointManager.save", "checkpoint_number", x, least=0, kind=kind)
 
 
 def _check_arguments(max_to_keep: object, checkpoint_name: object) -> None:

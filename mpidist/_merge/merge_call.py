@@ -77,7 +77,6 @@ from mpidist._values.distributed import (
     PerReplica,
     own_component,
 )
-from mpidist._values.locality import component_of
 from mpidist._values.variable import Variable, storage_of
 
 _NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
@@ -271,7 +270,10 @@ def _collect(
 ) -> list[list[Nest]]:
     """Return the components of values: on rank 0, a column for each value."""
     collectives = group.collectives
-    own = [component_of(value) for value in values]
+    own = [
+        storage_of(x).view if isinstance(x, Variable) else own_component(x)
+        for x in values
+    ]
     rows = collectives.collect(own, "experimental_local_results")
     return [list(column) for column in zip(*rows, strict=True)]
 

@@ -151,6 +151,7 @@ def _reduce_others(
     for i, leaf in enumerate(leaves):
         group.registry.check(call, leaf)
         if differs(leaf):
+            component_of(leaf)  # raises for one that has none
             moving.append(i)
             continue
         if not (isinstance(leaf, kept) and RULES[op].idempotent):
@@ -325,10 +326,10 @@ def _gather(group: ReplicaGroup, value: Nest, axis: int) -> Nest:
     collectives = group.collectives
     try:
         group.registry.check("Strategy.gather", value)
-    except RuntimeError as error:
+        own = component_of(value)
+    except Exception as error:
         collectives.invalid("Strategy.gather", error)
     if differs(value):
-        own = component_of(value)
         return collectives.all_gather(own, axis, call="Strategy.gather")
     try:
         if isinstance(value, (list, tuple, dict)):

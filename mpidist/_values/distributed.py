@@ -112,8 +112,9 @@ class PerReplica(DistributedValues[Own]):
         raise TypeError(f"a PerReplica has no truth value; {_ALTERNATIVES}")
 
     def __eq__(self, other: object) -> bool:
-        # Containers compare objects; who compares with a number means the components.
-        if backend.is_number(other) or backend.is_array(other):
+        # Containers compare objects; who compares with a value means the components.
+        kinds = (int, float, complex, ArrayLike)
+        if isinstance(other, kinds) or backend.is_array(other):
             _refuse_operator(self)
         return self is other
 

@@ -34,10 +34,14 @@ def differs(value: Nest) -> bool:
 
 
 def component_of(value: Nest) -> Nest:
-    """Return this rank's component of a distributed value, or copy of a variable."""
-    return (
-        storage_of(value).array if isinstance(value, Variable) else own_component(value)
-    )
+    """Return this rank's component of a distributed value, or copy of a variable.
+
+    Raises:
+        ValueError: for a variable whose elements are divided among the ranks.
+    """
+    if isinstance(value, Variable):
+        return storage_of(value).component()
+    return own_component(value)
 
 
 def check_owner(group: ReplicaGroup, call: str, variable: Variable) -> None:

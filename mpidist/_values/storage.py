@@ -141,6 +141,10 @@ class VariableStorage:
     def _target(self) -> Target:
         return Target(self.name, self.array, self.group.collectives.device)
 
+    def component(self) -> Array:
+        """Return this rank's copy, to be combined with the others."""
+        return self.view
+
     def apply(self, how: Assignment, value: Any) -> None:
         """Change the array; ``value`` is the array that `prepare` has returned."""
         own: Any = self.array  # NumPy's types of functions know no CuPy arrays

@@ -332,7 +332,7 @@ class Variable(ArrayLike, Registered):
         return super().__getattr__(name)
 
     def _as_component(self) -> Array:
-        return self._storage.view
+        return self._storage.component()
 
     def _refuse_write(self, what: str) -> NoReturn:
         instead = (

@@ -8,7 +8,9 @@ How gradients are applied:
    variables, and the shapes and dtypes of the gradients.
 3. One fused all-reduce (SUM) of all gradients.
 4. Every rank changes its own copies, with the same operations on the same bits. Nothing
-   here can fail on one rank alone, and nothing is communicated.
+   here can fail on one rank alone, and nothing is communicated. With a sharded state it
+   changes its part, and an all-gather follows; without memory for it the strategy is
+   unusable.
 
 In cross-replica context it is one operation (`dispatch`), so inside ``merge_fn``
 it is one command, which every rank executes with its own optimizer.
@@ -75,7 +77,8 @@ class Optimizer(Rule):
     so only the memory of the slots becomes smaller; then one all-gather gives all ranks
     the other parts: between nodes a step moves 1.5 times the bytes. A slot is an
     ON_READ variable: in a replica function its value is this rank's part, flat, and in
-    cross-replica context the whole. `mpidist.Checkpoint` and `mpidist.elastic.State`
+    cross-replica context the whole. Writing takes the whole in both, the same on all
+    ranks. `mpidist.Checkpoint` and `mpidist.elastic.State`
     save the whole, as without it, for any number of ranks, sharded or not; for that
     each rank needs memory for the whole state.
     """
@@ -241,7 +244,8 @@ class Optimizer(Rule):
 
         Collective: one header, and one fused all-reduce of all gradients together
         (between nodes one for each dtype and ``bytes_per_pack``). The update itself
-        does not communicate. The first call also creates the state (`build`).
+        does not communicate; with ``shard_state`` an all-gather follows it. The first
+        call also creates the state (`build`).
 
         - In a replica function each replica passes its own gradients.
         - In cross-replica context, ``merge_fn`` included, a `PerReplica` is summed; a
@@ -304,7 +308,13 @@ class Optimizer(Rule):
         schedule = self._learning_rate
         if not callable(schedule):
             return schedule
-        return _check_rate(f"{type(self).__name__}: at step {step}, ", schedule(step))
+        where, rate = f"{type(self).__name__}: at step {step}, ", schedule(step)
+        if backend.as_real(rate) is None:
+            raise TypeError(
+                f"{where}expected the function for `learning_rate` to return a number, "
+                f"got {rate!r:.80} of type {type(rate).__name__}"
+            )
+        return _check_rate(where, rate)
 
     def _reference(self) -> _Reference:
         state = self._state

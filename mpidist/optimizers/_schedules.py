@@ -34,7 +34,7 @@ class AssignableRate(float):
 
 
 def _cosine(initial: float, steps: int, alpha: float, step: int) -> float:
-    cosine = 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * (min(step, steps) / steps)))
     return initial * ((1 - alpha) * cosine + alpha)
 
 

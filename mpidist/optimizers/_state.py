@@ -217,6 +217,10 @@ class State:
         Args:
             variables: that the step has changed.
             call: the name of the call.
+
+        Raises:
+            MemoryError: the strategy is then unusable, since the copies of the
+                variables differ.
         """
         if not self._is_sharded:
             return
@@ -229,6 +233,9 @@ class State:
                 room -= self.variables[some[-1]].nbytes
             arrays = [backend.flat(array_of(self.variables[i])) for i in some]
             own = [x[self._parts[i]] for x, i in zip(arrays, some, strict=True)]
-            gathered = self.group.collectives.all_gather(own, 0, None, call)
+            try:
+                gathered = self.group.collectives.all_gather(own, 0, None, call)
+            except MemoryError as error:
+                raise self.group.guard.abandon(None, error) from None
             for x, whole in zip(arrays, gathered, strict=True):
                 x[...] = whole

@@ -183,7 +183,7 @@ def test_arguments_of_the_manager(strategy, folder):
     with pytest.raises(TypeError, match=r"CheckpointManager\(mpidist.Checkpoint"):
         mpidist.CheckpointManager(folder, checkpoint)
     manager = mpidist.CheckpointManager(checkpoint, folder)
-    with pytest.raises(TypeError, match="`checkpoint_number` to be an int"):
+    with pytest.raises(TypeError, match=r"an int, or a variable of .* got 1\.5"):
         manager.save(1.5)
     with pytest.raises(ValueError, match="0 or more"):
         manager.save(-1)

@@ -179,8 +179,15 @@ def test_per_replica_attributes_of_an_array(strategy):
 def test_per_replica_is_compared_with_objects_only(strategy, size):
     """`if losses == 2:` would be False without a word, as in TensorFlow."""
     p = strategy.run(lambda: 2.0)
+    with strategy.scope():
+        v = mpidist.Variable(2.0)
+    mirrored = strategy.extended.broadcast_to(np.ones(2), v)
     if size > 1:
         for attempt in (
+            lambda: p == v,
+            lambda: v == p,
+            lambda: mirrored != p,
+            lambda: p == True,  # noqa: E712
             lambda: p == 2,
             lambda: p != 2.0,
             lambda: np.ones(2) == p,
@@ -189,6 +196,7 @@ def test_per_replica_is_compared_with_objects_only(strategy, size):
             with pytest.raises(TypeError, match=r"write `strategy\.reduce"):
                 attempt()
     assert p == p and p != "a" and p != None and p in [None, p]  # noqa: E711, PT018
+    assert p in [p, v]
 
 
 def test_per_replica_can_be_a_key(strategy):

@@ -70,3 +70,6 @@ def test_a_schedule_that_gives_no_number_changes_nothing(rate):
         optimizer.apply_gradients([(np.ones(1), w)])
     assert int(optimizer.iterations) == 1
     np.testing.assert_allclose(w.numpy(), 0.9)
+    if rate is None:
+        with pytest.raises(TypeError, match="the function for `learning_rate` to retu"):
+            optimizer.apply_gradients([(np.ones(1), w)])

@@ -10,6 +10,7 @@ import pytest
 from replicas import (
     assert_equal_copies,
     core_on_ranks,
+    group_of,
     merge,
     own,
     raises_everywhere,
@@ -122,6 +123,108 @@ def test_ranks_that_disagree_are_told(strategy, rank, size):
         mpidist.CollectiveMismatchError, lambda: optimizer.build([w])
     ):
         assert "shard_state=True" in message
+
+
+def sharded_sgd(strategy, size):
+    """Return a variable of which all ranks have parts of one length, and its slot."""
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros(2 * size), name="w")
+        optimizer = SGD(1.0, momentum=0.5, shard_state=True)
+    g = np.arange(2.0 * size) / size
+
+    def step():
+        optimizer.apply_gradients([(g, w)])
+
+    strategy.run(step)
+    return w, optimizer.variables[1], step
+
+
+@core_on_ranks
+def test_the_parts_of_a_slot_are_not_combined(strategy, rank, size):
+    """They would be as if they were copies, if they are equally long."""
+    if size == 1:
+        pytest.skip("needs several ranks")
+    _, slot, _ = sharded_sgd(strategy, size)
+    extended = strategy.extended
+    calls = {
+        "reduce": lambda: strategy.reduce("SUM", slot, axis=None),
+        "reduce over an axis": lambda: strategy.reduce("SUM", slot, axis=0),
+        "reduce by a function": lambda: strategy.reduce(np.maximum, slot, axis=None),
+        "reduce_to": lambda: extended.reduce_to("MEAN", slot, slot),
+        "batch_reduce_to": lambda: extended.batch_reduce_to("SUM", [(slot, slot)]),
+        "gather": lambda: strategy.gather(slot, axis=0),
+        "all_reduce": lambda: strategy.run(
+            lambda: mpidist.get_replica_context().all_reduce("SUM", {"x": slot})
+        ),
+        "merge": lambda: merge(strategy, lambda s: s.reduce("SUM", slot, axis=None)),
+        "CrossDeviceOps": lambda: mpidist.ReductionToOneDevice().reduce(
+            "SUM", slot, slot
+        ),
+    }
+    for name, call in calls.items():
+        for message in raises_everywhere(ValueError, call):
+            assert "divided among the ranks" in message, name
+            assert "read it: `variable.value()`" in message, name
+    whole = np.arange(2.0 * size)
+    with strategy.scope():
+        np.testing.assert_allclose(slot.numpy(), whole)
+    parts = merge(strategy, lambda s: s.experimental_local_results(slot))
+    np.testing.assert_allclose(np.concatenate(own(strategy, parts)), whole)
+
+
+@core_on_ranks
+def test_an_update_writes_the_whole_of_a_slot(strategy, rank, size):
+    _, slot, _ = sharded_sgd(strategy, size)
+    start = np.arange(2.0 * size)
+
+    def fn(x, value):
+        x.assign_add(value)
+        return x.numpy().shape
+
+    strategy.extended.update(slot, fn, args=(np.ones(2 * size),))
+    with strategy.scope():
+        value = slot.value()
+        np.testing.assert_allclose(value, start + 1)
+        assert not value.flags.writeable
+        strategy.extended.update(slot, lambda x: x.assign(start))
+        np.testing.assert_array_equal(slot.numpy(), start)
+
+
+@core_on_ranks
+def test_a_slot_takes_no_value_of_each_replica(strategy, rank, size):
+    if size == 1:
+        pytest.skip("needs several ranks")
+    _, slot, _ = sharded_sgd(strategy, size)
+    rows = strategy.run(lambda: np.ones(2))
+    for message in raises_everywhere(
+        TypeError, lambda: strategy.run(lambda: slot.assign(rows))
+    ):
+        assert "expected the whole, the same on all ranks" in message
+
+
+@core_on_ranks
+def test_no_memory_to_share_the_parts(new_strategy, rank, size, monkeypatch):
+    """Copies of the weights differ then, so nobody may go on with them."""
+    if size == 1:
+        pytest.skip("needs several ranks")
+    strategy = new_strategy()
+    _, _, step = sharded_sgd(strategy, size)
+    collectives = group_of(strategy).collectives
+    all_gather = collectives.all_gather
+
+    def without_memory(own, axis, options, call):
+        if rank == size - 1:
+            collectives.invalid(call, MemoryError("no memory here"))
+        return all_gather(own, axis, options, call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collectives, "all_gather", without_memory)
+        for message in raises_everywhere(MemoryError, lambda: strategy.run(step)):
+            assert "no memory here" in message
+    for message in raises_everywhere(
+        mpidist.CollectiveTimeoutError, lambda: strategy.run(step)
+    ):
+        assert "MemoryError" in message
 
 
 @pytest.mark.parametrize("saved", [False, True])
