@@ -147,6 +147,11 @@ class SharedState(CallState):
         if self.begun is not None and self.begun.unsettled:
             self.begun.settle()
 
+    def raise_failure(self) -> None:
+        """Raise what a call that was begun has raised until now, without waiting."""
+        if self.begun is not None and self.begun.failure is not None:
+            raise self.begun.failure
+
     def observed(
         self, call: Call, section: Call | None = None
     ) -> AbstractContextManager[Span | None]:

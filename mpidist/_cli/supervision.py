@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -133,7 +134,7 @@ class Supervisor:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_END_SECONDS)
-            if is_late:
+            if is_late and _is_read():
                 _say(
                     f"a rank ended the job more than {_END_SECONDS:.0f} s ago, and "
                     "mpirun goes on: perhaps there is a host that it cannot reach. It "
@@ -141,6 +142,13 @@ class Supervisor:
                 )
                 process.kill()
             is_late = os.path.exists(gave_up) and not self._outlives_ranks
+
+
+def _is_read() -> bool:
+    """Return whether what is printed can be written: mpirun may wait for a reader."""
+    with contextlib.suppress(OSError, ValueError):  # closed
+        return len(select.select([], [1, 2], [], 0)[1]) == 2
+    return True
 
 
 def _start(

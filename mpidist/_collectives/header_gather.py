@@ -116,6 +116,7 @@ class HeaderGather(Plan):
     ) -> Results:
         """Agree with the other ranks, and gather; see `Plan`."""
         guard, call, meet = self._guard, self.call, self._core.meet
+        guard.settle()  # the communication thread may be in the core
         lengths = tuple([x.shape[k] for x, k in zip(arrays, self._axes, strict=True)])
         sources = _as_buffers(arrays) if self._raw else list(arrays)
         memory: Memory | None = None

@@ -315,10 +315,11 @@ class PlanCache(Cache[Key, PlansOfCall]):
 
     def keep(self, how: Key, leaves: Key, plan: Plan) -> None:
         """Keep a plan."""
-        of_call = self.get(how)
-        if of_call is None:
-            of_call = self[how] = PlansOfCall(_MOST)
+        known = self.get(how)
+        of_call = PlansOfCall(_MOST) if known is None else known
         of_call[leaves] = of_call.last = plan
+        if known is None:  # complete: the communication thread uses plans, too
+            self[how] = of_call
 
     def plans(self) -> list[Plan]:
         """Return all plans."""

@@ -85,4 +85,4 @@ class Pool:
             if remaining:
                 self._kept[size] = remaining
             else:
-                del self._kept[size]
+                self._kept.pop(size, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from mpidist._base.fingerprint import fingerprint
 from mpidist._collectives.collectives import Collectives
 from mpidist._merge.commands import ATOMS
 from mpidist._merge.object_names import Names, Step
+
+_MOST_BYTES: Final = 64 << 20  # of an array that is compared
 
 
 class Changes:
@@ -57,13 +59,16 @@ class Changes:
 
 def _contents(x: object, names: Names) -> dict[Step, Any]:
     if isinstance(x, np.ndarray):
-        return {"": x.copy()}
+        # Objects have comparisons of their own, and large arrays need memory.
+        is_small = x.nbytes <= _MOST_BYTES and not x.dtype.hasobject
+        return {"": np.array(x)} if is_small else {}
     return dict(names.parts(x))
 
 
 def _same(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
+        known = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return known and one.tobytes() == other.tobytes()
     return one is other or (
         type(one) is type(other) and type(one) in ATOMS and one == other
     )

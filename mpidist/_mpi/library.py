@@ -37,6 +37,7 @@ IN_CHILD: Final = (
 """Why a child that was forked cannot communicate."""
 
 _in_child = False
+_has_delay = False  # Open MPI's abort, set by this process
 
 
 def forbid() -> None:
@@ -178,14 +179,18 @@ def give_launcher_time(seconds: int) -> None:
     which also applies to `MPI_Abort`.
     """
     # ValueError: another MPI.
+    global _has_delay
     with contextlib.suppress(OSError, ValueError):
         library = ctypes.CDLL(mpi_module().__file__)
-        ctypes.c_int.in_dll(library, "opal_abort_delay").value = seconds
+        delay = ctypes.c_int.in_dll(library, "opal_abort_delay")
+        if _has_delay or not delay.value:  # a user may have set it, to debug
+            delay.value, _has_delay = seconds, True
 
 
 def abort(code: int) -> None:
     """End every process of the job with this exit code. Does not return."""
-    give_launcher_time(0)
+    if _has_delay:
+        give_launcher_time(0)
     mpi_module().COMM_WORLD.Abort(code)
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from mpidist._agreement.begun import BegunCalls, CollectiveHandle
 from mpidist._base import threads
 from mpidist._mpi import library
-from mpidist._runtime import process_exit
+from mpidist._runtime import job_end, process_exit
 from mpidist._runtime.group import ReplicaGroup
 
 _T = TypeVar("_T")
@@ -58,6 +58,9 @@ def begin(
     handle = CollectiveHandle(guard, name, make, warns, check)
     if guard.begun is None:
         guard.begun = BegunCalls(guard)
-        process_exit.before_end(guard.settle)
+        # Where this process does not wait for the ends of the others, a call may be
+        # under way that they never make.
+        waits = guard in job_end.guards.get()
+        process_exit.before_end(guard.settle if waits else guard.raise_failure)
     guard.begun.begin(handle, at_once=at_once)
     return handle

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from mpidist._agreement.breakdown import Breakdown, State
@@ -33,6 +34,8 @@ BEGUN: Final = ".begun"
 GAVE_UP: Final = ".gave-up"
 """The same of one that a rank creates before it ends the job, or without the others."""
 
+# Removed from the environment: a job that this rank starts is not the launcher's.
+_launchers_file: Final = os.environ.pop(ENDED_FILE, "")
 _ENDED: Final = object()
 # The rank that failed prints and aborts. The others, which raise because of it, wait
 # for that, so that the user sees one traceback.
@@ -66,10 +69,9 @@ def breakdowns() -> list[Breakdown]:
 
 def tell_launcher(what: str = "") -> None:
     """Tell `mpidist run` how far a rank has come; to its end: it was not killed."""
-    path = os.environ.get(ENDED_FILE)
-    if path:
-        with contextlib.suppress(OSError), open(path + what, "w", encoding="utf-8"):
-            pass
+    if _launchers_file:
+        with contextlib.suppress(OSError):
+            Path(_launchers_file + what).touch()
 
 
 def wait_for(waits: list[Iterator[None]]) -> None:

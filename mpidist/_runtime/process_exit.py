@@ -56,6 +56,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any, Final
@@ -111,7 +112,7 @@ _last_calls: Final[threads.ReplicaLocal[list[_Function]]] = threads.ReplicaLocal
 _hooks: list[_Hook] = []
 _making = False  # a strategy is being created, or creating it has failed
 _ended_by_signal = False  # the only process of a job
-_failed_at_end = False  # a function of `before_end` has
+_code_at_end = 0  # that of this process, if a function of `before_end` has failed
 _has_begun = False  # a strategy has been made
 
 
@@ -149,6 +150,7 @@ def watch(guard: Guard, *, waits: bool) -> None:
 def forget(guard: Guard) -> None:
     """Undo `watch`: the strategy was closed. Remove the hooks with the last one."""
     not_before_end(guard.settle)
+    not_before_end(guard.raise_failure)
     guards = job_end.guards.get()
     if guards.pop(guard, None) is None or guards or _making:
         return
@@ -180,18 +182,31 @@ def not_before_end(function: Callable[[], Any]) -> None:
 
 
 def _make_last_calls() -> None:
-    """Call the functions of `before_end`, each once."""
-    functions = _last_calls.get()
+    """Call the functions of `before_end`, each once, also if one of them raises."""
+    functions, raised = _last_calls.get(), []
     while functions:
-        functions.pop(0)()
+        try:
+            functions.pop(0)()
+        except (Exception, SystemExit) as error:
+            raised.append(error)
+    # That another rank has left says less than an error of this one.
+    errors = [error for error in raised if isinstance(error, Exception)] or raised
+    for other in errors[1:]:
+        text = "".join(traceback.format_exception(other))
+        errors[0].add_note(f"And another one at the end of the program:\n{text}")
+    if errors:
+        raise errors[0]
 
 
 def _call_last() -> None:
-    global _failed_at_end
+    global _code_at_end
     try:
         _make_last_calls()
+    except SystemExit as error:  # of a rank that has left; this one leaves with it
+        code = error.code
+        _code_at_end = code if isinstance(code, int) else int(code is not None)
     except BaseException as error:
-        _failed_at_end = True
+        _code_at_end = 1
         ends_job = _hooks or job_end.rank_of_job() is None
         end = functools.partial(_end_program, sys.__excepthook__)
         (end if ends_job else sys.__excepthook__)(
@@ -318,7 +333,8 @@ def _end() -> None:
     # The program may have ended MPI itself.
     if not library.is_forbidden() and (library.world_rank() is not None or _has_begun):
         job_end.tell_launcher()
-    finalizes = (_ended_by_signal or _failed_at_end) and not library.is_forbidden()
+    fails = _ended_by_signal or bool(_code_at_end)
+    finalizes = fails and not library.is_forbidden()
     if not finalizes and not (
         library.is_forbidden()
         or any(one.misses_ranks for one in job_end.breakdowns())
@@ -333,7 +349,7 @@ def _end() -> None:
     _flush()
     if any(one.misses_ranks for one in job_end.breakdowns()):
         job_end.tell_launcher(job_end.GAVE_UP)
-    code = exit_code.of_process() or int(_failed_at_end)
+    code = exit_code.of_process() or _code_at_end
     if finalizes:
         library.finalize_and_exit(code)
     os._exit(code)

@@ -21,7 +21,7 @@ from mpidist._agreement.deadline import Deadline
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Key
 from mpidist._base import backend, interactive, threads
-from mpidist._base.environment import Environment, read_environment
+from mpidist._base.environment import Environment, debugging, read_environment
 from mpidist._base.fingerprint import fingerprint_of_bytes
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._collectives import bits, node
@@ -267,6 +267,8 @@ def _make_collectives(
         text += f", {type(ops).__qualname__} as cross_device_ops"
     if collectives.resources.compression.scheme != "none":
         text += f", {collectives.resources.compression}"
+    if debugging():  # it compares more
+        text += ", MPIDIST_DEBUG=1"
     if environment.allreduce is not None:
         text += f", MPIDIST_ALLREDUCE={environment.allreduce}"
     if environment.simulated_nodes != 1:

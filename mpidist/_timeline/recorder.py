@@ -32,7 +32,7 @@ _LONGEST_TEXT: Final = 1024
 _MICROSECONDS: Final = 1e6
 _FLUSH_SECONDS: Final = 1.0
 # Viewers want the slices of a thread inside each other: calls that were begun have one.
-_BEGUN: Final = 1000
+_BEGUN: Final = 1_000_000
 _FLUSH_EVENTS: Final = 1000
 _logger: Final = logging.getLogger("mpidist")
 

@@ -22,7 +22,12 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank
+from mpidist._base.errors import (
+    CheckpointError,
+    CollectiveMismatchError,
+    by_value,
+    on_rank,
+)
 from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import exchange, restoring, state_json
@@ -171,7 +176,7 @@ def share(call: CollectiveCall, own: Commit | None, has: Sequence[bool]) -> Comm
         data = pickle.dumps((own.number, own.size, own.states, kinds))
     data = call.comm.all_gather_objects(data)[root]
 
-    number, size, states, kinds = pickle.loads(data)
+    number, size, states, kinds = call.together(lambda: pickle.loads(data), scope=False)
     mine = {} if own is None else own.arrays
     arrays = restoring.share(call, kinds, mine, root)
     return own or Commit(number, -1, size, arrays, states)
@@ -190,6 +195,12 @@ def put(
             one that it is or replaces.
     """
     by_name = {item.name: item for item in items}
+    missing = sorted(by_name.keys() - commit.states.keys() - commit.arrays.keys())
+    if missing:
+        raise CheckpointError(
+            f"{call.name}: {', '.join(map(repr, missing))} is not in the commit; "
+            "`build` has to return the same objects each time"
+        )
     saved: Values = {}
     for name, values in commit.states.items():
         # One replica has one generator, which then is that of all.

@@ -1,5 +1,6 @@
 """Calls that are begun now and end later: all_reduce_async and all_gather_async."""
 
+import sys
 import time
 import warnings
 import weakref
@@ -70,6 +71,43 @@ def test_gathers_and_functions(strategy, rank, size):
     rows, total = local(strategy, step)
     assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
     np.testing.assert_allclose(total, 1 + np.log(size))
+
+
+def test_gathers_wait_for_those_begun(strategy, rank, size):
+    """They look at what the core can take before they meet the others."""
+
+    def step():
+        x = np.ones(8_000_000)
+        handles = [context().all_reduce_async("SUM", x) for _ in range(3)]
+        rows = [
+            context().all_gather(np.full((rank + 1, n), rank), 0) for n in (1, 50_000)
+        ]
+        assert all((handle.result() == size).all() for handle in handles)
+        return rows
+
+    for rows in local(strategy, step):
+        assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
+
+
+def test_both_threads_make_the_first_call_of_a_kind(strategy, size):
+    """The cache of plans never shows the list of a kind without a plan."""
+    kinds = [
+        mpidist.experimental.CommunicationOptions(bytes_per_pack=1024 + k)
+        for k in range(500)
+    ]
+
+    def step():
+        for options in kinds:
+            handle = context().all_reduce_async("SUM", 1.0, options)
+            assert context().all_reduce("SUM", 2.0, options) == 2 * size
+            assert handle.result() == size
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        strategy.run(step)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_other_calls_wait_for_those_begun(strategy, size):
