@@ -462,7 +462,9 @@ def _let_go(address: int, nbytes: int, block: Any) -> None:
 
 def is_pinned(x: np.ndarray) -> bool:
     first = x.ctypes.data
-    return any(a <= first and first + x.nbytes <= a + n for a, n in _pinned.items())
+    return any(
+        a <= first and first + x.nbytes <= a + n for a, n in _pinned.copy().items()
+    )
 
 
 def _at_address(x: np.ndarray) -> np.ndarray:

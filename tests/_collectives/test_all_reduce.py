@@ -77,10 +77,11 @@ def test_the_order_of_unsigned_integers(
     """Some MPIs compare them as if they were signed."""
     monkeypatch.setenv("MPIDIST_SIMULATED_NODES", nodes)
     strategy = new_strategy(implementation=implementation.upper())
-    largest = np.iinfo(dtype).max
+    least = np.arange(size, dtype=dtype)
+    most = np.iinfo(dtype).max - least
     for count in (3, 100_003):
         parts = [
-            np.where(np.arange(count) % size == k, largest - k, k).astype(dtype)
+            np.where(np.arange(count) % size == k, most[k], least[k])
             for k in range(size)
         ]
         for op, function in (("MAX", np.maximum), ("MIN", np.minimum)):

@@ -48,7 +48,9 @@ def train_step(inputs):
     return loss
 
 
-@tf.function
+@tf.function(
+    input_signature=[tf.TensorSpec(shape=[None], dtype=tf.float32)]
+)
 def distributed_train_step(inputs):
     per_replica_losses = strategy.run(train_step, args=(inputs,))
     return strategy.reduce(
@@ -76,8 +78,10 @@ except tf.errors.OutOfRangeError:
 status = checkpoint.restore(manager.latest_checkpoint)
 status.assert_consumed()
 optimizer.lr.assign(0.25)
-history = [float(w.numpy())]
-print(round(history[0], 6))
+history = [w.numpy(), w.value(), tf.identity(w)]
+print(round(float(history[0]), 6))
+w.assign_add(100.0)
+assert max(history) < 50.0  # copies, as in TensorFlow
 """
 
 MERGE_CALL = """
@@ -166,7 +170,7 @@ def test_library_code_with_a_merge_call(tmp_path):
         ("tf.config.list_physical_devices('GPU')", "delete the line"),
         ("tf.random.Generator.from_seed(1)", "numpy.random.default_rng"),
         ("tf.io.gfile.makedirs('d')", "os.makedirs"),
-        ("tf.keras.metrics.Mean()", "array code"),
+        ("tf.keras.metrics.Mean()", "ON_READ"),
         ("tf.compat.v1.train.AdamOptimizer()", "mpidist.optimizers.Adam"),
     ],
 )
