@@ -401,3 +401,22 @@ def test_checkpoints_are_for_their_user_alone_until_whole_and_never_unpickled(tm
         FOLDER=str(tmp_path),
     )
     assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
+
+
+@pytest.mark.parametrize(("abort", "leaves"), [("0", False), ("0", True), ("1", True)])
+def test_the_end_beside_a_begun_call_that_another_rank_does_not_make(abort, leaves):
+    """It waits for the others only if they say that they leave; their code is kept."""
+    result = run_job(
+        f"""
+        strategy = mpidist.MPIStrategy()
+        if RANK == 1 and {leaves}:
+            sys.exit(4)
+        if RANK != 1:
+            with mpidist.ReplicaContext(strategy, None):
+                handle = context().all_reduce_async("SUM", np.ones(10))
+        """,
+        timeout=30,
+        MPIDIST_ABORT=abort,
+    )
+    assert result.returncode == (4 if leaves else 0), result.stderr
+    assert "Traceback" not in result.stderr
