@@ -57,7 +57,7 @@ class BuildWithPages(build_py):
         if getattr(self, "editable_mode", False):
             return  # the command finds them in the checkout
         for page in glob.glob("docs/**/*.md", recursive=True):
-            if not page.startswith(("docs/_build/", "docs/api")):
+            if not page.startswith("docs/_build/"):
                 copy = os.path.join(self.build_lib, "mpidist", "_" + page)
                 self.mkpath(os.path.dirname(copy))
                 self.copy_file(page, copy)

@@ -18,7 +18,7 @@ the others; if none has one, what is there stays.
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,37 +65,44 @@ def cells_of(record: Record, row: dict[str, Any]) -> list[str]:
     return [*times, f"{row['ratio']:.2f}{'*' * missed}", str(aim or "")]
 
 
-def table_of(records: Sequence[Record]) -> str:
-    """Return a table in Markdown: raw, mpidist, ratio of each record, and the aim."""
-    rows: dict[tuple[str, int | None], dict[int, list[str]]] = {}
+def rows_of(records: Sequence[Record]) -> Iterator[tuple[str, str, list[list[str]]]]:
+    """Yield the work and the size of each row, and its cells in each record."""
+    rows: dict[tuple[str, int | None], list[list[str]]] = {}
     for i, record in enumerate(records):
         for row in record["rows"]:
             key = row["work"], row["nbytes"]
-            rows.setdefault(key, {})[i] = cells_of(record, row)
+            cells = rows.setdefault(key, [[""] * 4 for _ in records])
+            cells[i] = cells_of(record, row)
+    for (work, nbytes), cells in rows.items():
+        yield work, "" if nbytes is None else show_size(nbytes), cells
+
+
+def in_markdown(heads: list[str], lines: list[list[str]]) -> str:
+    """Return a table in Markdown, in which all but the first column are numbers."""
+    marks = ["---", *["---:"] * (len(heads) - 1)]
+    whole = [heads, marks, *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in whole) + "\n"
+
+
+def table_of(records: Sequence[Record]) -> str:
+    """Return a table in Markdown: raw, mpidist, ratio of each record, and the aim."""
     names = [record["software"]["mpi"] for record in records]
     heads = [cell for n in names for cell in (f"{n}: raw", "mpidist", "ratio")]
-    lines = [["work", "bytes", *heads, "aim"]]
-    lines.append(["---", *["---:"] * (3 * len(names) + 2)])
-    for (work, nbytes), cells in rows.items():
-        found = {one[3] for one in cells.values()}
-        times = [c for i in range(len(names)) for c in cells.get(i, [""] * 4)[:3]]
-        size = "" if nbytes is None else show_size(nbytes)
-        lines.append([work, size, *times, ", ".join(sorted(found))])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    lines = []
+    for work, size, cells in rows_of(records):
+        aims_of_row = ", ".join(sorted({aim for *_, aim in cells} - {""}))
+        times = [cell for one in cells for cell in one[:3]]
+        lines.append([work, size, *times, aims_of_row])
+    return in_markdown(["work", "bytes", *heads, "aim"], lines)
 
 
 def comparison_of(names: Sequence[str], records: Sequence[Record]) -> str:
     """Return a table in Markdown: the ratio of each record, in a column for each."""
-    rows: dict[tuple[str, int | None], dict[int, str]] = {}
-    for i, record in enumerate(records):
-        for row in record["rows"]:
-            ratio = cells_of(record, row)[2]
-            rows.setdefault((row["work"], row["nbytes"]), {})[i] = ratio
-    lines = [["work", "bytes", *names], ["---", *["---:"] * (len(names) + 1)]]
-    for (work, nbytes), ratios in rows.items():
-        size = "" if nbytes is None else show_size(nbytes)
-        lines.append([work, size, *(ratios.get(i, "") for i in range(len(names)))])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    lines = [
+        [work, size, *(one[2] for one in cells)]
+        for work, size, cells in rows_of(records)
+    ]
+    return in_markdown(["work", "bytes", *names], lines)
 
 
 def replacement(results: Path, kind: str, words: list[str]) -> str | None:

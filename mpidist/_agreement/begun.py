@@ -254,11 +254,9 @@ class BegunCalls:
 
     def wait_for(self, call: _AnyCall) -> None:
         """Wait until a call has ended."""
-        calls = self._guard.calls
+        calls, observed = self._guard.calls, NOTHING
         if calls is not None and not call.done():
-            observed = calls.waits_for_begun(f"the wait for {call._name}", 0)
-        else:
-            observed = NOTHING
+            observed = calls.waits_for_begun(f"the wait for {call._name}")
         self._awaited = True
         try:
             with observed:

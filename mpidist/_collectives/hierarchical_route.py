@@ -46,15 +46,15 @@ def hierarchical(
         return None
     if not has_same_bits(resources):
         return None
-    groups = _groups(resources, signature)
-    compresses = any(compressed for _, compressed in groups)
+    groups = _groups(signature)
+    compresses = any(part.compress is not None for _, part in groups)
     if signature.nest.nbytes < nodes.LEAST_BYTES and not compresses:
         return None
     return HierarchicalReduce(resources, resources.nodes, signature, groups)
 
 
-def _groups(resources: Resources, signature: Signature) -> list[tuple[list[int], bool]]:
-    """Return groups of leaves, and whether each is sent as 16-bit floats."""
+def _groups(signature: Signature) -> list[tuple[list[int], Signature]]:
+    """Return groups of leaves, each with its signature: compressed or not."""
     plain: list[int] = []
     lossy: dict[DType, list[int]] = {}
     for index, leaf in enumerate(signature.leaves):
@@ -64,12 +64,14 @@ def _groups(resources: Resources, signature: Signature) -> list[tuple[list[int],
             plain.append(index)
     groups = []
     for members in lossy.values():
-        nbytes = _part_of(signature, members, lossy=True).nest.nbytes
-        if nbytes > LEAST_COMPRESSED_BYTES:
-            groups.append((members, True))
+        part = _part_of(signature, members, lossy=True)
+        if part.nest.nbytes > LEAST_COMPRESSED_BYTES:
+            groups.append((members, part))
         else:
             plain += members
-    return [*groups, (plain, False)] if plain else groups
+    if plain:
+        groups.append((plain, _part_of(signature, plain, lossy=False)))
+    return groups
 
 
 class HierarchicalReduce(PreparedPlan["_Call"]):
@@ -79,7 +81,7 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         resources: of the strategy.
         nodes: of this rank.
         signature: of the calls.
-        groups: groups of leaves, and whether each is sent as 16-bit floats.
+        groups: groups of leaves, each with its signature.
     """
 
     route = "hierarchical"
@@ -89,7 +91,7 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         resources: Resources,
         nodes: Nodes,
         signature: Signature,
-        groups: list[tuple[list[int], bool]],
+        groups: list[tuple[list[int], Signature]],
     ) -> None:
         super().__init__(resources, signature.call)
         self._pool = resources.pool
@@ -98,8 +100,7 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._groups = [
-            (members, _Group(resources, nodes, _part_of(signature, members, lossy)))
-            for members, lossy in groups
+            (members, _Group(resources, nodes, part)) for members, part in groups
         ]
 
     def _prepare(self, arrays: list[Array]) -> _Call:

@@ -39,14 +39,14 @@ class Changes:
 
     def tell(self, collectives: Collectives) -> None:
         """Warn on rank 0 of what has changed there only. Collective."""
-        own = "\n".join(sorted(self._paths()))
+        own = sorted(self._paths())
         call = Call("merge_call (MPIDIST_DEBUG: the same objects changed?)")
-        if collectives.guard.agree_and_compare(call, fingerprint(own)):
+        if collectives.guard.agree_and_compare(call, fingerprint(str(own))):
             return
         comm = collectives.comm
-        rows = comm.all_gather_objects(pickle.dumps(own.split("\n")))
+        rows = comm.all_gather_objects(pickle.dumps(own))
         first, *others = [set(pickle.loads(row)) for row in rows]
-        alone = first.difference(*others) - {""}
+        alone = first.difference(*others)
         if alone and comm.rank == 0:
             warnings.warn(
                 f"merge_call: merge_fn has changed {', '.join(sorted(alone))} on rank "

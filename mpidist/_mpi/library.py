@@ -178,9 +178,8 @@ def give_launcher_time(seconds: int) -> None:
     launcher says so, and ends the job. The setting is Open MPI's ``opal_abort_delay``,
     which also applies to `MPI_Abort`.
     """
-    # ValueError: another MPI.
     global _has_delay
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: another MPI
         library = ctypes.CDLL(mpi_module().__file__)
         delay = ctypes.c_int.in_dll(library, "opal_abort_delay")
         if _has_delay or not delay.value:  # a user may have set it, to debug

@@ -57,8 +57,13 @@ def of_process() -> int:
         code = 0  # a `sys.exit` before was caught
     elif raised and code is None:
         code = 1  # of an exception, or a SystemExit that was not made by `sys.exit`
+    return as_number(code)
+
+
+def as_number(code: Any) -> int:
+    """Return the number that the argument of a `sys.exit` stands for."""
     if code is not None and not isinstance(code, int):
-        code = 1  # a text, which was printed
+        return 1  # a text, which was printed
     return (code or 0) & 0xFF
 
 

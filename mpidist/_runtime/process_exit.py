@@ -56,7 +56,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any, Final
@@ -65,9 +64,7 @@ from mpidist._agreement import program_end
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import hints, reporting, threads
-from mpidist._base.errors import (
-    CollectiveTimeoutError,
-)
+from mpidist._base.errors import CollectiveTimeoutError, format_exception
 from mpidist._mpi import library, survival
 from mpidist._runtime import context, exit_code, job_end, termination
 
@@ -192,7 +189,7 @@ def _make_last_calls() -> None:
     # That another rank has left says less than an error of this one.
     errors = [error for error in raised if isinstance(error, Exception)] or raised
     for other in errors[1:]:
-        text = "".join(traceback.format_exception(other))
+        text = format_exception(other)
         errors[0].add_note(f"And another one at the end of the program:\n{text}")
     if errors:
         raise errors[0]
@@ -203,8 +200,7 @@ def _call_last() -> None:
     try:
         _make_last_calls()
     except SystemExit as error:  # of a rank that has left; this one leaves with it
-        code = error.code
-        _code_at_end = code if isinstance(code, int) else int(code is not None)
+        _code_at_end = exit_code.as_number(error.code)
     except BaseException as error:
         _code_at_end = 1
         ends_job = _hooks or job_end.rank_of_job() is None

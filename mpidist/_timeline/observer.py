@@ -290,27 +290,22 @@ class Calls:
             span.text, span.number = text, number()
             self._tell_end(span, None)
 
-    @contextlib.contextmanager
-    def work(self, text: str, number: int) -> Iterator[None]:
-        """Observe the block as a part of this rank's own work.
+    def work(self, text: str, number: int) -> AbstractContextManager[None]:
+        """Observe a block as a part of this rank's own work.
 
         Args:
             text: what it is.
             number: of the first call that may be inside.
         """
-        span = self._span("section", 0, SECTION)
-        span.text, span.number = text, number
-        try:
-            with self._timed(span):
-                yield
-        finally:
-            for observer in self._observers:
-                observer.has_worked(span)
+        return self._work("section", SECTION, text, number)
+
+    def waits_for_begun(self, text: str) -> AbstractContextManager[None]:
+        """Observe a block as the program's wait for calls that were begun."""
+        return self._work("waits for begun", NO_ROUTE, text, 0)
 
     @contextlib.contextmanager
-    def waits_for_begun(self, text: str, number: int) -> Iterator[None]:
-        """Observe the block as the program's wait for calls that were begun."""
-        span = self._span("waits for begun", 0, NO_ROUTE)
+    def _work(self, kind: Kind, route: str, text: str, number: int) -> Iterator[None]:
+        span = self._span(kind, 0, route)
         span.text, span.number = text, number
         try:
             with self._timed(span):

@@ -21,6 +21,7 @@ from mpidist.data._elements import (
     as_calls,
     as_count,
     as_seed,
+    as_tuned,
     stage_of,
 )
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
@@ -198,9 +199,7 @@ class Dataset(Elements):
         The thread runs the whole pipeline, wherever `prefetch` stands in it; for a
         distributed dataset each rank's own rows. None is `AUTOTUNE`, which means 2.
         """
-        size = AUTOTUNE if buffer_size is None else buffer_size
-        size = as_count("prefetch", "buffer_size", size, least=0, other=AUTOTUNE)
-        size = _AHEAD if size == AUTOTUNE else size
+        size = as_tuned("prefetch", "buffer_size", buffer_size, least=0, default=_AHEAD)
         return Dataset(stages.Same(self._stage, f"prefetch({size})", size))
 
     # --- functions ------------------------------------------------------------
@@ -284,9 +283,9 @@ class Dataset(Elements):
             name: accepted.
         """
         call = as_call("interleave", "map_func", map_func)[:-1]
-        cycle = AUTOTUNE if cycle_length is None else cycle_length
-        cycle = as_count("interleave", "cycle_length", cycle, least=1, other=AUTOTUNE)
-        cycle = _CYCLE if cycle == AUTOTUNE else cycle
+        cycle = as_tuned(
+            "interleave", "cycle_length", cycle_length, least=1, default=_CYCLE
+        )
         length = 1 if block_length is None else block_length
         length = as_count("interleave", "block_length", length, least=1)
         readers = as_calls("interleave", num_parallel_calls)

@@ -51,6 +51,13 @@ def as_count(
     return as_int(f"Dataset.{method}", name, number, least=least)
 
 
+def as_tuned(method: str, name: str, value: Any, *, least: int, default: int) -> int:
+    """Return an int as `as_count` does; the default for None and `AUTOTUNE`."""
+    given = AUTOTUNE if value is None else value
+    number = as_count(method, name, given, least=least, other=AUTOTUNE)
+    return default if number == AUTOTUNE else number
+
+
 def as_seed(method: str, seed: int | None) -> int:
     """Return the seed of a shuffle, which need not be given."""
     if seed is None:
@@ -62,9 +69,8 @@ def as_calls(method: str, value: object) -> int:
     """Return the number of threads for ``num_parallel_calls``; 0: none."""
     if value is None:
         return 0
-    name = "num_parallel_calls"
-    calls = as_count(method, name, value, least=1, other=AUTOTUNE)
-    return default_workers() if calls == AUTOTUNE else calls
+    workers = default_workers()
+    return as_tuned(method, "num_parallel_calls", value, least=1, default=workers)
 
 
 def as_call(method: str, name: str, function: object) -> str:

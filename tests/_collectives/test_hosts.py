@@ -24,6 +24,8 @@ JOB = Path(__file__).parents[1] / "job_on_hosts.py"
 TIMEOUT = 6.0  # of the strategies, in seconds
 LATER = 20.0  # what may be added to it on a machine with much to do
 STALL = {"MPIDIST_STALL_SECONDS": "2"}
+# Arguments of JOB: a loop until hosts are cut off.
+ENDLESS = ("loop", "300000", str(TIMEOUT), "AUTO", "cut", "inner")
 
 # Of a job that has lost a host: docs/guide/launching.md.
 FAST_END = {
@@ -33,6 +35,14 @@ FAST_END = {
     "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
     "PRTE_MCA_oob_tcp_keepalive_probes": "3",
 }
+
+
+def cut_off(hosts, name, ranks, job):
+    """Cut a host off when all ranks are in their loop, and tell them."""
+    await_files(hosts.folder, "in.*", ranks, 120, job)
+    hosts.cut(name)
+    (hosts.folder / "cut").touch()
+
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -172,9 +182,7 @@ def test_a_black_hole_between_hosts_ends_the_call_everywhere(
     size = 2 * per_host
     arguments = ["loop", str(elements), str(TIMEOUT), "AUTO", "cut"]
     with hosts.job(per_host, [JOB, hosts.folder, *arguments], env=STALL) as job:
-        await_files(hosts.folder, "in.*", size, 120, job)
-        hosts.cut("node2")
-        (hosts.folder / "cut").touch()
+        cut_off(hosts, "node2", size, job)
         ranks = ["rank 1", "rank 0"]
         if per_host == 2:
             ranks = ["ranks 2-3"] * 2 + ["ranks 0-1"] * 2
@@ -287,11 +295,8 @@ def test_a_rank_that_is_killed_on_another_host_is_named(make_hosts):
 def test_mpidist_run_ends_a_job_that_has_lost_a_host(make_hosts):
     """Open MPI's mpirun alone waits for the host for minutes, and ignores SIGTERM."""
     hosts = make_hosts(1)
-    arguments = ["loop", "300000", str(TIMEOUT), "AUTO", "cut", "inner"]
-    with hosts.job(1, [JOB, hosts.folder, *arguments], supervised=True) as job:
-        await_files(hosts.folder, "in.*", 2, 120, job)
-        hosts.cut("node1")
-        (hosts.folder / "cut").touch()
+    with hosts.job(1, [JOB, hosts.folder, *ENDLESS], supervised=True) as job:
+        cut_off(hosts, "node1", 2, job)
         code, said = job.wait(200), job.output()
     assert "mpirun goes on: perhaps there is a host that it cannot reach" in said, said
     assert code == 128 + signal.SIGKILL
@@ -301,11 +306,8 @@ def test_mpidist_run_ends_a_job_that_has_lost_a_host(make_hosts):
 def test_a_black_hole_ends_the_job_if_that_is_asked_for(make_hosts):
     """Ranks abort at their deadline, and mpirun notices that a host is gone."""
     hosts = make_hosts(2)
-    arguments = ["loop", "300000", str(TIMEOUT), "AUTO", "cut", "inner"]
-    with hosts.job(1, [JOB, hosts.folder, *arguments], env=FAST_END) as job:
-        await_files(hosts.folder, "in.*", 2, 120, job)
-        hosts.cut("node2")
-        (hosts.folder / "cut").touch()
+    with hosts.job(1, [JOB, hosts.folder, *ENDLESS], env=FAST_END) as job:
+        cut_off(hosts, "node2", 2, job)
         job.wait(120)  # Open MPI's mpirun alone: 489 s
         by_rank = "ending the job:" in job.output()
         by_mpirun = "PRTE has lost communication" in job.output()
