@@ -151,6 +151,7 @@ def test_outside_of_a_replica_context(strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.replicas(1)  # threads of one process share it, and what has failed in it
 @pytest.mark.filterwarnings("ignore:.*outside of every scope")
 def test_the_default_strategy():
     ctx = mpidist.get_replica_context()
