@@ -46,15 +46,14 @@ def measure(
 ) -> None:
     """Run one job; its output goes where this process writes."""
     import hosts
-
-    from mpidist._cli.bench_command import BETWEEN_NODES
+    import nodes
 
     machines = hosts.Hosts(count)
     try:
         done = machines.shape(MBITS, DELAY_MS) if shaped else "plain"
         print(f"launch: {path} ({done})", file=sys.stderr)
         options = ["--seconds", seconds, "--json", path]
-        argv = ["-m", "mpidist", "bench", *BETWEEN_NODES, *options]
+        argv = ["-m", "mpidist", "bench", *nodes.CASES, *options]
         with machines.job(per_host, argv, shown=True) as job:
             status = job.wait(JOB_SECONDS)
         if status:

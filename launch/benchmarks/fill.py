@@ -24,6 +24,7 @@ from typing import Any
 
 import aims
 import draw
+import nodes
 
 from mpidist._cli import bench_command
 from mpidist._cli.units import show_seconds, show_size
@@ -121,7 +122,7 @@ def replacement(results: Path, kind: str, words: list[str]) -> str | None:
         draw.all_reduce(records, results / f"{target}.png")
         return f"![all_reduce, {', '.join(words)}]({PICTURES}/{target}.png)\n"
     if kind == "ratios":
-        text = bench_command.side_by_side(records)
+        text = nodes.side_by_side(records)
     else:
         texts = [bench_command.header(record) for record in records]
         notes = dict.fromkeys(note for record in records for note in record["notes"])

@@ -5,26 +5,20 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from mpidist._cli import run_command
 from mpidist._cli.bench_cases import CASES, Case
 from mpidist._cli.bench_timing import Bench, Row
 from mpidist._cli.facts import machine_facts, software_facts, transport_facts
-from mpidist._cli.job import Job, UsageError
+from mpidist._cli.job import Job
 from mpidist._cli.speaking import Parser, for_argparse, positive_seconds, say
 from mpidist._cli.units import parse_size, show_seconds, show_size
-from mpidist._mpi import launcher
 
 ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
 FORMAT: Final = "mpidist-bench"
@@ -49,29 +43,12 @@ NAME (default: all):
   update       sums of gradients, and the update of     raw: for each Allreduce,
                20 variables in merge_fn                      multiply, subtract
   strategy     making an MPIStrategy                    raw: Dup
-
-With --nodes it starts one job after the other on this machine, each of which
-acts as so many nodes (MPIDIST_SIMULATED_NODES), and then prints the ratios
-side by side. The cores are those of one machine, so the ratios count, not the
-times. NAME is then all_reduce, all_gather, merge_call and strategy, unless
-given:
-
-  mpidist bench --nodes 2,4,8,16 --ranks-per-node 2
 """
-BETWEEN_NODES: Final = ("all_reduce", "all_gather", "merge_call", "strategy")
 
 
 @for_argparse
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
-
-
-@for_argparse
-def _counts(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"expected numbers of at least 1, such as 2,4, got {text!r}")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _parser() -> Parser:
@@ -86,10 +63,6 @@ def _parser() -> Parser:
     text = "at most three samples of each: shows that it works, not how fast"
     effort("--quick", action="store_true", help=text)
     add("--json", metavar="FILE", help="write the results to FILE, with quartiles")
-    text = "start jobs that act as so many nodes each, on this machine: 4,8,16"
-    add("--nodes", type=_counts, metavar="LIST", help=text)
-    text = "of the jobs that --nodes starts (default: 1)"
-    add("--ranks-per-node", type=_counts, metavar="N", help=text)
     return parser
 
 
@@ -106,10 +79,6 @@ def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
     if unknown:
         known = ", ".join(cases)
         parser.error(f"argument NAME: expected one of {known}, got {unknown[0]!r}")
-    if given.ranks_per_node and (len(given.ranks_per_node) > 1 or not given.nodes):
-        parser.error("argument --ranks-per-node: expected one number, and --nodes")
-    if given.nodes:
-        return _on_nodes(given)
     job = Job()
     job.require(_write(given.json, "", "a") if job.rank == 0 else None)
     run = Bench(job, given.sizes, given.seconds, quick=given.quick, show=_print_row)
@@ -134,9 +103,6 @@ def _write(path: str | None, text: str, mode: str = "w") -> str | None:
             why = f"cannot be written: {error.strerror}"
         return f"--json {path}: {why}"
     return None
-
-
-# --- on these ranks -----------------------------------------------------------------
 
 
 def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
@@ -212,84 +178,3 @@ def _print_row(row: Row) -> None:
     size = "" if row.nbytes is None else show_size(row.nbytes)
     times = [show_seconds(t.median) + "~" * t.is_noisy for t in (row.raw, row.ours)]
     say(_line(row.work, size, *times, f"{row.ratio:.2f}"))
-
-
-# --- on simulated nodes -------------------------------------------------------------
-
-
-def _on_nodes(given: argparse.Namespace) -> int:
-    """Start a job for each number of nodes; then print the ratios side by side."""
-    launch = launcher.find_launch()
-    if launch is not None:
-        raise UsageError(
-            f"--nodes starts its own jobs, and this process was itself started by "
-            f"{launch.launcher}; write `mpidist bench --nodes ...` alone"
-        )
-    problem = _write(given.json, "", "a")
-    if problem is not None:
-        raise UsageError(problem)
-    words = list(given.names or BETWEEN_NODES)
-    words += ["--quick"] if given.quick else ["--seconds", str(given.seconds)]
-    if given.sizes:
-        words += ["--sizes", ",".join(map(str, given.sizes))]
-    (per_node,) = given.ranks_per_node or (1,)
-    records = []
-    with tempfile.TemporaryDirectory(prefix="mpidist-bench-") as folder:
-        for nodes in given.nodes:
-            path = Path(folder) / f"{nodes}.json"
-            code = _start(nodes * per_node, nodes, [*words, "--json", str(path)])
-            if code:
-                text = f"the job on {nodes} nodes ended with code {code}"
-                print(f"mpidist bench: {text}", file=sys.stderr, flush=True)
-                return code
-            records.append(json.loads(path.read_text(encoding="utf-8")))
-            print(flush=True)
-    print(side_by_side(records), flush=True)
-    whole = {"format": f"{FORMAT}-nodes", "version": VERSION, "records": records}
-    problem = _write(given.json, json.dumps(whole, indent=1))
-    if problem is not None:
-        raise UsageError(problem)
-    return 0
-
-
-def _start(ranks: int, nodes: int, words: Sequence[str]) -> int:
-    """Run a job on simulated nodes of this machine; return its exit code."""
-    mpirun = run_command.find_mpirun()
-    version = run_command.version_of(mpirun)
-    environment = {
-        **os.environ,
-        **run_command.settings(ranks, version, os.environ),
-        "MPIDIST_SIMULATED_NODES": str(nodes),
-    }
-    program = [sys.executable, "-m", "mpidist", "bench", *words]
-    command = [mpirun, "-n", str(ranks), *program]
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
-def side_by_side(records: Sequence[dict[str, Any]]) -> str:
-    """Return the ratios of several records, one column for each."""
-
-    def line(work: str, nbytes: int | None, cells: Sequence[object]) -> str:
-        size = "" if nbytes is None else show_size(nbytes)
-        return f"{work:<27}{size:>10}" + "".join(f"{cell!s:>9}" for cell in cells)
-
-    ratios: dict[tuple[str, int | None], list[str]] = {}
-    for column, record in enumerate(records):
-        for row in record["rows"]:
-            cells = ratios.setdefault((row["work"], row["nbytes"]), [""] * len(records))
-            cells[column] = f"{row['ratio']:.2f}"
-    made = [record["strategy"] for record in records]
-    seconds = [show_seconds(one["seconds"]) for one in made]
-    head = line("nodes", None, [record["nodes"] for record in records])
-    return "\n".join(
-        [
-            "The time of mpidist over that of raw mpi4py:",
-            "",
-            head,
-            "-" * len(head),
-            line("ranks", None, [record["ranks"] for record in records]),
-            *(line(*key, cells) for key, cells in ratios.items()),
-            line("the first MPIStrategy", None, seconds),
-            line("  more open files per rank", None, [one["files"] for one in made]),
-        ]
-    )

@@ -1,16 +1,14 @@
-"""`mpidist bench`: the table on ranks and simulated nodes. No time is judged."""
+"""`mpidist bench`: the table on ranks. No time is judged."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from launching import rank_environment, run_ranks
+from launching import run_ranks
 
 from mpidist import _cli
 from mpidist._cli import bench_command
@@ -112,91 +110,6 @@ def test_rows_are_printed_when_they_are_measured():
     assert re.search(r"^all_reduce +4 B .*\d\.\d\d$", result.stdout, re.M)
     expected = "all_reduce of 1 KiB: mpi4py gave a wrong result on rank 0, 1; nothing"
     assert result.stderr.count(expected) == 1, result.stderr
-
-
-# --- simulated nodes ------------------------------------------------------------------
-
-
-def on_nodes(*arguments, env=None):
-    return subprocess.run(
-        [sys.executable, "-m", "mpidist", "bench", *arguments],
-        env=rank_environment(env),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-
-
-@pytest.mark.core
-def test_ratios_of_simulated_nodes_side_by_side(tmp_path):
-    path = tmp_path / "n.json"
-    options = ["--nodes", "2,3", "--ranks-per-node", "2", "--json", str(path)]
-    names = ["all_reduce", "all_gather", "--sizes", "4B,64KiB"]
-    result = on_nodes(*names, *options, "--quick")
-    assert result.returncode == 0, result.stdout + result.stderr
-    whole = json.loads(path.read_text())
-    assert whole["format"] == "mpidist-bench-nodes"
-    first, second = whole["records"]
-    assert (first["ranks"], first["nodes"], first["simulated"]) == (4, 2, True)
-    assert (second["ranks"], second["nodes"]) == (6, 3)
-    assert "6 ranks on 3 simulated nodes" in result.stdout
-    table = result.stdout.partition("The time of mpidist over")[2]
-    assert re.search(r"^nodes +2 +3$", table, re.M)
-    assert re.search(r"^ranks +4 +6$", table, re.M)
-    for row, other in zip(first["rows"], second["rows"], strict=True):
-        size = re.escape(show_size(row["nbytes"]))
-        ratios = f"{row['ratio']:.2f} +{other['ratio']:.2f}"
-        assert re.search(rf"^{row['work']} +{size} +{ratios}$", table, re.M), table
-    assert re.search(r"^the first MPIStrategy( +[\d.,]+ m?s){2}$", table, re.M), table
-    assert re.search(r"^  more open files per rank( +\d+){2}$", table, re.M), table
-
-
-def test_between_nodes_it_times_other_work_unless_told(tmp_path):
-    path = tmp_path / "n.json"
-    result = on_nodes("--nodes", "2", "--quick", "--json", str(path))
-    assert result.returncode == 0, result.stdout + result.stderr
-    (record,) = json.loads(path.read_text())["records"]
-    assert [(row["bench"], row["nbytes"]) for row in record["rows"]] == [
-        *(("all_reduce", n) for n in (4, 2**10, 2**14, 2**16, 2**18)),
-        *(("all_reduce", n * MIB) for n in (1, 4, 16)),
-        *(("all_gather", 4), ("all_gather", 2**16)),
-        *(("merge_call", None), ("strategy", None)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "env", "message"),
-    [
-        (["--nodes", "2,x"], {}, "expected numbers of at least 1, such as 2,4, got"),
-        (["--nodes", "2", "--json", "/no/f"], {}, "there is no folder /no"),
-        (
-            ["--nodes", "2"],
-            {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
-            "--nodes starts its own jobs, and this process was itself started by",
-        ),
-    ],
-)
-def test_what_is_wrong_with_simulated_nodes(
-    arguments, env, message, monkeypatch, capsys
-):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert _cli.main(["bench", "run", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.out == ""
-
-
-def test_a_job_on_nodes_that_fails_is_the_last(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\nif 'MPIDIST_SIMULATED_NODES' in os.environ:\n    os._exit(7)\n"
-    )
-    env = {"PYTHONPATH": str(tmp_path)}
-    result = on_nodes("run", "--nodes", "2,3", "--quick", env=env)
-    assert result.returncode == 7, result.stdout + result.stderr
-    assert "the job on 2 nodes ended with code 7" in result.stderr
-    assert "on 3 nodes" not in result.stderr
 
 
 # --- measuring ----------------------------------------------------------------------

@@ -73,7 +73,7 @@ def on_ranks(tmp_path_factory):
         (["--help"], ["info", "check", "bench", "mpirun"]),
         (["info", "--help"], ["--json", "--device", "mpirun -n 4 mpidist info"]),
         (["check", "--help"], ["--timeout", "srun", "Exits 0"]),
-        (["bench", "--help"], [*CASES, "--sizes", "--quick", "--nodes 2,4,8"]),
+        (["bench", "--help"], [*CASES, "--sizes", "--quick"]),
     ],
 )
 def test_help(arguments, texts, capsys):
@@ -131,14 +131,6 @@ def test_without_a_command_it_helps(capsys):
         (["bench", "--seconds", "0"], "expected a time above 0, got '0'"),
         (["bench", "--seconds", "1", "--quick"], "not allowed with argument --seconds"),
         (["bench", "model"], "expected one of all_reduce, nest, all_gather, run"),
-        (
-            ["bench", "--nodes", "2", "--ranks-per-node", "1,2"],
-            "--ranks-per-node: expected one number, and --nodes",
-        ),
-        (
-            ["bench", "--ranks-per-node", "2"],
-            "--ranks-per-node: expected one number, and --nodes",
-        ),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import shutil
 import sys
 
 import pytest
-from launching import ROOT, run_ranks
+from launching import ROOT, run_command, run_ranks
 
 BENCHMARKS = ROOT / "launch" / "benchmarks"
 TIMEOUT = 200.0
@@ -44,6 +45,24 @@ def test_the_benchmarks_of_developers_run(tmp_path):
         ("commit", 4 * MIB),
     ]
     assert "BERT-base was left out: it is too large for a quick run." in record["notes"]
+
+
+def test_ratios_of_simulated_nodes_side_by_side(tmp_path):
+    path = tmp_path / "n.json"
+    words = ["2,3", "1", path, "--quick", "--sizes", "4B,64KiB"]
+    command = [sys.executable, BENCHMARKS / "nodes.py", *words]
+    result = run_command(command, TIMEOUT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [(one["ranks"], one["nodes"]) for one in records] == [(2, 2), (3, 3)]
+    assert "3 ranks on 3 simulated nodes" in result.stdout
+    table = result.stdout.partition("The time of mpidist over")[2]
+    assert re.search(r"^nodes +2 +3$", table, re.M)
+    assert re.search(r"^ranks +2 +3$", table, re.M)
+    for row, other in zip(*(one["rows"] for one in records), strict=True):
+        ratios = rf"{row['ratio']:.2f} +{other['ratio']:.2f}"
+        assert re.search(rf"^{row['work']}.* +{ratios}$", table, re.M), table
+    assert re.search(r"^the first MPIStrategy( +[\d.,]+ m?s){2}$", table, re.M), table
 
 
 @pytest.mark.parametrize(
