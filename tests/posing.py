@@ -682,7 +682,10 @@ def _make_module(num_devices: int) -> types.ModuleType:
 
         return call
 
-    module.asarray = module.array = asarray  # type: ignore[attr-defined]
+    def array(obj: Any, dtype: Any = None) -> Any:
+        return asarray(obj, dtype)
+
+    module.asarray, module.array = asarray, array  # type: ignore[attr-defined]
     for name in (
         *("arange", "argmin", "ascontiguousarray", "concatenate", "empty", "exp"),
         *("full", "isnan", "max", "mean", "min", "moveaxis", "ones", "prod", "sqrt"),

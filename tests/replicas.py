@@ -223,15 +223,19 @@ def fuzz_seeds(default: int) -> range:
     return range(int(text or default))
 
 
+is_long = "MPIDIST_FUZZ" in os.environ
 # What takes long, and shows what other cases nearly show.
-long_only = pytest.mark.skipif(
-    "MPIDIST_FUZZ" not in os.environ, reason="only in launch/test --long"
-)
+long_only = pytest.mark.skipif(not is_long, reason="only in launch/test --long")
+
+
+def rarely(*values: Any) -> Any:
+    """Return a case of a test that runs in `launch/test --long` only."""
+    return pytest.param(*values, marks=long_only)
 
 
 def a_third(cases: Sequence[Any]) -> Sequence[Any]:
     """Return every third case; all of them in `launch/test --long`."""
-    return cases if "MPIDIST_FUZZ" in os.environ else cases[::3]
+    return cases if is_long else cases[::3]
 
 
 def no_room(*sizes: object) -> NoReturn:

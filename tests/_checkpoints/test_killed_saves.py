@@ -21,6 +21,7 @@ from launching import (
     run_python,
     run_ranks,
 )
+from replicas import long_only
 
 import mpidist
 
@@ -30,18 +31,25 @@ import numpy as np
 import mpidist
 from mpidist._checkpoints import storage
 
-folder, there_before = sys.argv[1], sys.argv[2] == "1"
+folder, how = sys.argv[1:]
 storage.CHUNK_BYTES = 64  # many steps also while arrays are written
 v = mpidist.Variable(np.zeros(50))
 step = mpidist.Variable(0)
 checkpoint = mpidist.Checkpoint(v=v, step=step)
 outcomes = []
+
+def save(path):
+    if how == "manager":
+        mpidist.CheckpointManager(checkpoint, path, 1).save()
+    else:
+        checkpoint.save(path)
+
 for last in range(10_000):
     path = os.path.join(folder, str(last))
-    if there_before:
+    if how != "new":
         step.assign(1)
         v.assign(np.full(50, 1.0))
-        checkpoint.save(path)
+        save(path)
     step.assign(2)
     v.assign(np.full(50, 2.0))
     sys.stdout.flush()
@@ -64,11 +72,12 @@ for last in range(10_000):
         os.fsync = counted(os.fsync)
         storage.zlib.crc32 = counted(storage.zlib.crc32)
         sys.addaudithook(count)
-        checkpoint.save(path)
+        save(path)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
-        reader = mpidist.load_checkpoint(path)
+        newest = mpidist.latest_checkpoint(path) if how == "manager" else path
+        reader = mpidist.load_checkpoint(newest)
         reader.verify()
         found = int(reader["step"])
         assert (reader["v"] == found).all()
@@ -77,9 +86,12 @@ for last in range(10_000):
     outcomes.append(found)
     v.assign(np.full(50, 3.0))
     step.assign(3)
-    checkpoint.save(path)  # cleans up
-    assert len(os.listdir(path)) == 2, os.listdir(path)
+    save(path)  # cleans up
     assert not [n for n in os.listdir(folder) if n.startswith(".")]
+    if how == "manager":
+        (name,) = os.listdir(path)
+        path = os.path.join(path, name)
+    assert len(os.listdir(path)) == 2, os.listdir(path)
     assert checkpoint.restore(path) == ["step", "v"] and step.numpy() == 3
     if code == 0:
         break
@@ -88,56 +100,14 @@ print(*outcomes)
 """
 
 
-@pytest.mark.parametrize("there_before", [False, True])
-def test_killed_before_every_system_call_of_a_save(tmp_path, there_before):
-    output = run_python("-c", KILLED_AT_EACH_STEP, tmp_path, str(int(there_before)))
+@pytest.mark.parametrize("how", ["new", "replace", "manager"])
+def test_killed_before_every_system_call_of_a_save(tmp_path, how):
+    output = run_python("-c", KILLED_AT_EACH_STEP, tmp_path, how)
     outcomes = list(map(int, output.split()))
     assert len(outcomes) >= 30
     # The previous one (or none) up to one step, and the new one from there on.
     assert outcomes == sorted(outcomes)
-    assert set(outcomes) == ({1, 2} if there_before else {0, 2})
-
-
-def test_a_process_that_is_killed_again_and_again(tmp_path):
-    """By hand any number: ``python tests/_checkpoints/kill_saves.py 1000``."""
-    script = ROOT / "tests" / "_checkpoints" / "kill_saves.py"
-    output = run_python(script, "10", "0", tmp_path)
-    assert output.startswith("10 kills (seed 0)")
-
-
-KILLED_AT_ANY_TIME = """
-import os, sys
-import numpy as np
-import mpidist
-
-strategy = mpidist.MPIStrategy(device="cpu")
-with strategy.scope():
-    v = mpidist.Variable(np.zeros(300_000))
-    step = mpidist.Variable(0)
-checkpoint = mpidist.Checkpoint(v=v, step=step)
-# Not by mpirun, which may pass lines on much later, or never.
-log = open(sys.argv[2] if strategy.replica_id == 0 else os.devnull, "a")
-while True:
-    step.assign_add(1)
-    v.assign(np.full(300_000, float(step.numpy())))
-    checkpoint.save(sys.argv[1])
-    print("saved", step.numpy(), file=log, flush=True)
-"""
-
-
-def test_a_job_that_is_killed_at_any_time(tmp_path):
-    path, log = tmp_path / "checkpoint", tmp_path / "log"
-    kill_when(
-        ["-c", KILLED_AT_ANY_TIME, path, log],
-        tmp_path / "output",
-        lambda: log.exists() and log.read_text().count("saved") > 2,
-    )
-    last = int(log.read_text().split()[-1])
-    reader = mpidist.load_checkpoint(path)
-    reader.verify()
-    found = int(reader["step"])
-    assert (reader["v"] == found).all()
-    assert found in (last, last + 1)
+    assert set(outcomes) == ({0, 2} if how == "new" else {1, 2})
 
 
 def kill_when(argv, output, ready):
@@ -191,6 +161,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@long_only
 def test_training_goes_on_after_a_kill(tmp_path):
     pytest.importorskip("sklearn")
     script = ROOT / "examples" / "train_digits.py"

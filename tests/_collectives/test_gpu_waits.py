@@ -2,16 +2,12 @@
 
 Programs of random calls, with kernels before and after each on three kinds of streams,
 run on the stand-in for CuPy (tests/posing.py), whose driver does what is queued late,
-early or in random order, another one on each rank. Then each wait is taken out of the
-transports, one at a time, and the same programs have to find it.
+early or in random order, another one on each rank. A wait that is taken out of the
+transports is found by them.
 """
 
-import ast
-import inspect
-import itertools
 import random
 import sys
-import types
 
 import numpy as np
 import posing
@@ -19,17 +15,11 @@ import pytest
 from replicas import all_reduce, context, everywhere, local, no_room
 
 import mpidist
-from mpidist._base import backend
 from mpidist._collectives import (
     core_routes,
-    devices,
-    staged_route,
 )
-from mpidist._collectives import nccl as nccl_module
 from mpidist._collectives import node as node_module
 from mpidist._collectives import nodes as nodes_module
-from mpidist._collectives import staged as staged_module
-from mpidist._collectives import transports as direct_module
 from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -126,78 +116,6 @@ class Program:
         box = []
         posing.launch(lambda: box.append(x.memory.copy()))
         self.seen.append((box, want))
-
-
-# --- calls of a transport -------------------------------------------------------------
-
-
-def of_transport(transport, rank, size, counts=COUNTS):
-    """Return verbs for each call that a transport has."""
-
-    def parts(start, count):
-        return [host_array(start + 31 * r, count) for r in range(size)]
-
-    def allreduce(program):
-        count, start = program.random.choice(counts), program.random.randrange(99)
-        hosts = parts(start, count)
-        x, y = program.array(count), program.array(count)
-
-        def call():
-            transport.allreduce(x, y, "SUM")
-            return [(y, sum(hosts))]
-
-        return [(x, hosts[rank])], [y], call
-
-    def allreduce_in_place(program):
-        count, start = program.random.choice(counts), program.random.randrange(99)
-        hosts, x = parts(start, count), program.array(count)
-
-        def call():
-            transport.allreduce_in_place(x, "MAX")
-            return [(x, np.max(hosts, axis=0))]
-
-        return [(x, hosts[rank])], [], call
-
-    def reduce(program):
-        count, root = program.random.choice(counts), program.random.randrange(size)
-        hosts, x = parts(root, count), program.array(count)
-
-        def call():
-            transport.reduce(x, "SUM", root)
-            return [(x, sum(hosts) if rank == root else hosts[rank])]
-
-        return [(x, hosts[rank])], [], call
-
-    def broadcast(program):
-        count, root = program.random.choice(counts), program.random.randrange(size)
-        start = program.random.randrange(99)
-        host, x = host_array(start, count), program.array(count)
-
-        def call():
-            transport.broadcast(x, root)
-            return [(x, host)]
-
-        if rank == root:
-            return [(x, host)], [], call
-        return [], [x], call
-
-    def all_gather(program):
-        several = [program.random.choice(counts) for _ in range(size)]
-        if program.random.random() < 1 / 2:
-            several = several[:1] * size
-        hosts = [host_array(r, n) for r, n in enumerate(several)]
-        x, y = program.array(several[rank]), program.array(sum(several))
-
-        def call():
-            nbytes = [4 * n for n in several]
-            transport.all_gather(backend.as_bytes(x), backend.as_bytes(y), nbytes)
-            return [(y, np.concatenate(hosts))]
-
-        return [(x, hosts[rank])], [y], call
-
-    if transport.name == "staged":  # reduces none
-        return [broadcast, all_gather]
-    return [allreduce, allreduce_in_place, reduce, broadcast, all_gather]
 
 
 # --- calls of a program ---------------------------------------------------------------
@@ -298,7 +216,7 @@ def install(monkeypatch, way, order, seed, rank, size):
 
 
 def set_up(monkeypatch, new_strategy, way):
-    """Return a strategy that goes a way, and the transport that it takes."""
+    """Return a strategy that goes a way."""
     if way == "staged by MPI":
         monkeypatch.setattr(node_module, "make_file", no_room)
     if way == "staged between nodes":  # with 2 ranks by messages, with more in slices
@@ -308,19 +226,8 @@ def set_up(monkeypatch, new_strategy, way):
         monkeypatch.setattr(node_module, "_SLICE_BETWEEN_NODES", PIECE // 4)
     name = way.partition(" ")[0]
     strategy = new_strategy(device="gpu", implementation=name)
-    transport = group_of(strategy).collectives.resources.transports.device
-    assert transport.name == name
-    return strategy, transport
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("order", "seed"), ORDERS)
-def test_transports_under_stress(monkeypatch, new_strategy, way, order, seed):
-    rank, size = ranks_of(new_strategy)
-    xp = install(monkeypatch, way, order, seed, rank, size)
-    _, transport = set_up(monkeypatch, new_strategy, way)
-    wrong = Program(xp, seed, of_transport(transport, rank, size)).run()
-    assert everywhere(wrong) == [0] * size
+    assert group_of(strategy).collectives.resources.transports.device.name == name
+    return strategy
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -328,7 +235,7 @@ def test_transports_under_stress(monkeypatch, new_strategy, way, order, seed):
 def test_programs_under_stress(monkeypatch, new_strategy, way, order, seed):
     rank, size = ranks_of(new_strategy)
     xp = install(monkeypatch, way, order, seed, rank, size)
-    strategy, _ = set_up(monkeypatch, new_strategy, way)
+    strategy = set_up(monkeypatch, new_strategy, way)
     wrong = Program(xp, seed, of_strategy(strategy, rank, size)).run()
     assert everywhere(wrong) == [0] * size
 
@@ -337,157 +244,3 @@ def ranks_of(new_strategy):
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-
-
-# --- every wait is needed, and missed -------------------------------------------------
-
-ORDERING = ("record", "wait_event", "synchronize")
-
-
-class _Without(ast.NodeTransformer):
-    """Takes the n-th ordering out of a module; or all but one branch of a choice."""
-
-    def __init__(self, number):
-        self.number = number
-        self.found = []
-
-    def visit_Expr(self, node):
-        call = node.value
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            return node
-        if call.func.attr not in ORDERING:
-            return node
-        changed = [ast.Pass()]
-        if isinstance(call.func.value, ast.IfExp):
-            choice = call.func.value
-            changed += [_call_of(choice.body, call), _call_of(choice.orelse, call)]
-        for new in changed:
-            if self.number == len(self.found):
-                node = new
-            self.found.append(f"{ast.unparse(call)} -> {ast.unparse(new)}")
-        return node
-
-
-def _call_of(owner, call):
-    function = ast.Attribute(owner, call.func.attr, ast.Load())
-    return ast.Expr(ast.Call(function, call.args, call.keywords))
-
-
-def mutants(module):
-    """Return what can be taken out of a module."""
-    everything = _Without(None)
-    everything.visit(ast.parse(inspect.getsource(module)))
-    return everything.found
-
-
-def mutated(module, number):
-    """Return a copy of a module without its n-th ordering; None: with all."""
-    tree = _Without(number)
-    changed = ast.fix_missing_locations(
-        tree.visit(ast.parse(inspect.getsource(module)))
-    )
-    made = types.ModuleType(module.__name__)
-    name = "as it is" if number is None else tree.found[number]
-    exec(compile(changed, f"<{name}>", "exec"), made.__dict__)
-    return made
-
-
-def test_the_mutants_are_those_of_the_source():
-    assert len(mutants(staged_module)) == 1
-    assert len(mutants(direct_module)) == 5
-
-
-def wrong_somewhere(patch, new_strategy, way, order, seed, verbs=of_transport):
-    """Return whether a program has wrong results on some rank."""
-    rank, size = ranks_of(new_strategy)
-    xp = install(patch, way, order, seed, rank, size)
-    strategy, transport = set_up(patch, new_strategy, way)
-    of = transport if verbs is of_transport else strategy
-    wrong = Program(xp, seed, verbs(of, rank, size)).run()
-    strategy.close()
-    return any(everywhere(wrong))
-
-
-def found_by(monkeypatch, new_strategy, ways, verbs=of_transport, orders=ORDERS):
-    """Return the first order, seed and way of a program that goes wrong, or None."""
-    for (order, seed), way in itertools.product(orders, ways):
-        with monkeypatch.context() as patch:
-            if wrong_somewhere(patch, new_strategy, way, order, seed, verbs):
-                return order, seed, way
-    return None
-
-
-def patch_staged(monkeypatch, mutant):
-    monkeypatch.setattr(devices, "StagedTransport", mutant.StagedTransport)
-    monkeypatch.setattr(devices, "HostMemory", mutant.HostMemory)
-    monkeypatch.setattr(staged_route, "store", mutant.store)
-
-
-@pytest.mark.mpi(min_size=2)  # one rank moves nothing by way of the host
-@pytest.mark.parametrize("number", range(len(mutants(staged_module))))
-@pytest.mark.parametrize("verbs", [of_transport, of_strategy])
-@pytest.mark.one_size
-def test_each_wait_of_staged_is_missed(monkeypatch, new_strategy, number, verbs):
-    patch_staged(monkeypatch, mutated(staged_module, number))
-    found = found_by(monkeypatch, new_strategy, ["staged"], verbs)
-    print(mutants(staged_module)[number], found)
-    assert found is not None
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("verbs", [of_transport, of_strategy])
-@pytest.mark.one_size
-def test_nothing_is_missed_in_staged_as_it_is(monkeypatch, new_strategy, verbs):
-    """What finds the mutants finds nothing in a copy of the module."""
-    patch_staged(monkeypatch, mutated(staged_module, None))
-    assert found_by(monkeypatch, new_strategy, ["staged"], verbs) is None
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("other", ["null", "new"])
-@pytest.mark.one_size
-def test_copies_from_the_gpu_on_another_stream_are_missed(
-    monkeypatch, new_strategy, other
-):
-    """The null stream in the place of the current one, or one that waits for nobody."""
-
-    class Elsewhere:
-        def __getattr__(self, name):
-            return getattr(backend, name)
-
-        def current_stream(self):
-            return (
-                posing.Stream.null
-                if other == "null"
-                else posing.Stream(non_blocking=True)
-            )
-
-    monkeypatch.setattr(staged_module, "backend", Elsewhere())
-    assert found_by(monkeypatch, new_strategy, ["staged"], of_strategy) is not None
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("number", range(len(mutants(direct_module))))
-@pytest.mark.one_size
-def test_each_wait_of_direct_is_missed(monkeypatch, new_strategy, number):
-    mutant = mutated(direct_module, number)
-    monkeypatch.setattr(devices, "DirectTransport", mutant.DirectTransport)
-    found = found_by(monkeypatch, new_strategy, ["direct"])
-    print(mutants(direct_module)[number], found)
-    assert found is not None
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.one_size
-def test_nccl_on_another_stream_is_missed(monkeypatch, new_strategy):
-    """The null stream in the place of the current one."""
-
-    class Elsewhere:
-        def __getattr__(self, name):
-            return getattr(backend, name)
-
-        def current_stream(self):
-            return posing.Stream.null
-
-    monkeypatch.setattr(nccl_module, "backend", Elsewhere())
-    assert found_by(monkeypatch, new_strategy, ["nccl"]) is not None

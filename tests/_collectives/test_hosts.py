@@ -19,6 +19,7 @@ import launching
 import on_hosts
 import pytest
 from job_on_hosts import WIRE_BYTES
+from replicas import long_only, rarely
 
 JOB = Path(__file__).parents[1] / "job_on_hosts.py"
 TIMEOUT = 6.0  # of the strategies, in seconds
@@ -71,7 +72,7 @@ def await_files(folder: Path, pattern: str, count: int, seconds: float, job: Any
     return found
 
 
-@pytest.mark.parametrize(("count", "per_host"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("count", "per_host"), [(2, 2), rarely(3, 1)])
 def test_sums_on_several_hosts(make_hosts, count, per_host):
     hosts = make_hosts(count)
     seen = sums(hosts, per_host)
@@ -102,6 +103,7 @@ PART = (
 )
 
 
+@long_only
 @pytest.mark.core
 def test_a_part_of_the_suite_on_two_hosts(make_hosts):
     hosts = make_hosts(2)
@@ -134,9 +136,9 @@ def test_sums_on_hosts_that_differ(make_hosts):
 @pytest.mark.parametrize(
     "link",
     [
-        {"mbits": 1000, "delay_ms": 20},
+        rarely({"mbits": 1000, "delay_ms": 20}),
         {"mbits": 1000, "delay_ms": 1, "lost": 0.01},
-        "cut for 5 s",
+        rarely("cut for 5 s"),
     ],
     ids=["20 ms", "1 % lost", "cut for 5 s"],
 )
@@ -173,7 +175,7 @@ def check_given_up(
 
 @pytest.mark.parametrize(
     ("elements", "per_host"),
-    [(600_000, 2), pytest.param(300_000, 1, marks=pytest.mark.core)],
+    [rarely(600_000, 2), pytest.param(300_000, 1, marks=pytest.mark.core)],
 )
 def test_a_black_hole_between_hosts_ends_the_call_everywhere(
     make_hosts, elements, per_host
@@ -199,7 +201,7 @@ def test_a_stopped_rank_on_another_host_is_reported(make_hosts):
         assert "mpidist: rank 3 did not go on in call" in job.output()
 
 
-@pytest.mark.parametrize("elements", [60_000, 600_000])
+@pytest.mark.parametrize("elements", [rarely(60_000), 600_000])
 def test_a_stopped_rank_on_one_node_is_reported(tmp_path, elements):
     """By MPI, without a header that would show it: it stops in the middle.
 

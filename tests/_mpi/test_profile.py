@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launching import run_ranks
-from replicas import long_only
+from replicas import rarely
 
 from mpidist import _native
 
@@ -54,9 +54,7 @@ def counts(libraries: Path, ranks: int, nodes: int, **env: str) -> dict[str, Any
 
 
 @pytest.mark.skipif(not _native.available(), reason="the native core is not built")
-@pytest.mark.parametrize(
-    ("ranks", "nodes"), [(3, 3), (4, 2), pytest.param(9, 9, marks=long_only)]
-)
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), rarely(3, 3), rarely(9, 9)])
 def test_the_functions_of_mpi_that_calls_use(libraries, ranks, nodes):
     counted = counts(libraries, ranks, nodes)
     assert sum(counted["MPIStrategy"].values()) <= (7 if ranks == nodes else 13)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from _native.test_native_stress import ADDRESSES, NATIVE, ROOT, THREADS, needed
 from launching import run_ranks
+from replicas import rarely
 
 pytestmark = [
     pytest.mark.core,
@@ -76,7 +77,9 @@ def vendor() -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("flags", [THREADS, ADDRESSES], ids=["threads", "addresses"])
+@pytest.mark.parametrize(
+    "flags", [THREADS, rarely(ADDRESSES)], ids=["threads", "addresses"]
+)
 def test_calls_that_are_begun(tmp_path, flags):
     tools = needed("gcc", flags)
     if flags is THREADS and vendor() != "MPICH":

@@ -2,8 +2,8 @@
 
 ``tests/_native/stress.c`` is compiled with the core, without Python; its ranks are
 threads of one process. ThreadSanitizer and AddressSanitizer must find nothing, and
-nothing may be suppressed. Then single orderings and waits are taken out of the core:
-each must be found, by ThreadSanitizer or by wrong results.
+nothing may be suppressed. With --long single orderings and waits are taken out of the
+core: each must be found, by ThreadSanitizer or by wrong results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 
 import pytest
-from replicas import a_third
+from replicas import long_only
 
 ROOT = pathlib.Path(__file__).parents[2]
 NATIVE = ROOT / "mpidist" / "_native"
@@ -148,26 +148,12 @@ def test_nothing_is_found(compiler: str, flags: tuple[str, ...]) -> None:
 RELAXED = "memory_order_relaxed"
 FLAT_STORE = "    atomic_store(&mine->step, step);\n"
 TREE_ARRIVES = "  if (atomic_fetch_add(&group->arrivals, 1) + 1"
-GROUPS_ARRIVE = "  if (atomic_fetch_add(&ch->common->arrivals, 1) + 1"
-RELEASE = "    atomic_store(&group->release, ch->step);\n"
 SEEN = "  return (int32_t)(atomic_load_explicit(w->word, memory_order_acquire)"
 POSTED = "  atomic_store(&common->posted, ++ch->messages);\n"
-ALL_READ = "atomic_load_explicit(&ch->parts[r]->read, memory_order_acquire)"
-READ = "  atomic_store(&ch->parts[ch->rank]->read, ch->moved);\n"
 WAITS = "    if ((p || !begun) && (status = md_wait(ch))) return status;\n"
 LAST_WAIT = "  if (pieces && (status = md_wait(ch))) return status;\n"
-AHEAD = "    if (call->results_in_arena && p + 1 < pieces) md_shared_copy_in("
-INPUTS = "  return ch->areas[rank] + slot * ch->area_bytes - first;\n"
-SUMS = "  return ch->sums + slot * ch->area_bytes - first;\n"
-ONE_STEP_MORE = (
-    "  if (call->results_in_arena && !call->sources_in_arena && !ch->verdict.copied &&"
-)
-LEAVER = " && !(c->is_step && md_reached(ch, r)))\n"
-ACROSS = "    add_header(&v, md_header_of(ch, g * MD_GROUP, number),"
 SLOT = "  return &ch->parts[rank]->header[number & 1];\n"
 SPREAD_WAITS = "  md_publish(ch);\n  return md_wait(ch);\n}\n"
-EAGER_SLOT = "slots[r] = ch->parts[r]->eager[number & 1]"
-EAGER_PUT = "md_small_put(small, ch->parts[ch->rank]->eager[number & 1])"
 
 
 def relaxed_store(line: str) -> str:
@@ -176,125 +162,49 @@ def relaxed_store(line: str) -> str:
     )
 
 
-def relaxed_add(text: str) -> str:
-    return text.replace("fetch_add(", "fetch_add_explicit(").replace(
-        ", 1)", f", 1, {RELAXED})"
-    )
-
-
-# All ranks leave at the end of a round: it is found in short ones, where a group is
-# released, and leaves, before the next one is. That is made to last, and the first
-# rounds have two groups: left to chance, it took from five seconds to over a minute.
-LEAVES = "tree: who leaves after a step takes it from the others"
-RELEASED = "    wake(&group->release, &group->sleepers);\n"
-ROUNDS_OF_GROUPS = "32"  # the seed of the first
-SLOWLY = "    if (!g) nanosleep(&(struct timespec){0, 300000000}, NULL);\n"
-SLOW_RELEASE = {"channel.c": [(RELEASED, RELEASED + SLOWLY)]}
-MUTATIONS: dict[str, dict[str, list[tuple[str, str]]]] = {
-    "flat: the step is published before what it says": {
-        "channel.c": [(FLAT_STORE, relaxed_store(FLAT_STORE))]
-    },
-    "a step is seen before what it says": {
-        "channel.c": [(SEEN, SEEN.replace("memory_order_acquire", RELAXED))]
-    },
-    "tree: a rank arrives before its data": {
-        "channel.c": [(TREE_ARRIVES, relaxed_add(TREE_ARRIVES))]
-    },
-    "tree: a group arrives before its data": {
-        "channel.c": [(GROUPS_ARRIVE, relaxed_add(GROUPS_ARRIVE))]
-    },
-    "tree: groups are released before the sums": {
-        "channel.c": [(RELEASE, relaxed_store(RELEASE))]
-    },
-    "tree: a group compares with a rank that may not be there": {
-        "channel.c": [
-            (ACROSS, "    if (0) add_header(&v, md_header_of(ch, 0, number),"),
-            (
-                "md_header_of(ch, g * MD_GROUP + i, number), first);",
-                "md_header_of(ch, g * MD_GROUP + i, number),"
-                " md_header_of(ch, 0, number));",
-            ),
-        ]
-    },
-    LEAVES: {"channel.c": [(LEAVER, ")\n"), *SLOW_RELEASE["channel.c"]]},
-    "one slot for headers": {
-        "channel.h": [(SLOT, SLOT.replace("number & 1", "0 * number"))]
-    },
-    "one slot for small payloads": {
-        "channel.c": [
-            (EAGER_PUT, EAGER_PUT.replace("number & 1", "0 * number")),
-            (EAGER_SLOT, EAGER_SLOT.replace("number & 1", "0 * number")),
-        ]
-    },
-    "a message is posted before its bytes": {
-        "channel.c": [(POSTED, relaxed_store(POSTED))]
-    },
-    "a message is read before its bytes are": {
-        "channel.c": [(READ, relaxed_store(READ))]
-    },
-    "the ring has room before it is read": {
-        "channel.c": [(ALL_READ, ALL_READ.replace("memory_order_acquire", RELAXED))]
-    },
-    "pieces are reduced before all have copied in": {"algorithms.c": [(WAITS, "")]},
-    "a call returns before all have reduced": {"algorithms.c": [(LAST_WAIT, "")]},
-    "a piece is copied in while an older one is read": {
-        "algorithms.c": [(AHEAD, AHEAD.replace("call->results_in_arena && ", ""))]
-    },
-    "one area for pieces": {
-        "algorithms.c": [(INPUTS, INPUTS.replace("slot *", "0 * slot *"))]
-    },
-    "one area for sums": {
-        "algorithms.c": [(SUMS, SUMS.replace("slot *", "0 * slot *"))]
-    },
-    "no step more where some have not copied in": {
-        "algorithms.c": [(ONE_STEP_MORE, ONE_STEP_MORE.replace("if (", "if (0 && "))]
-    },
-    "a gather returns before all have written": {
-        "algorithms.c": [(SPREAD_WAITS, "  md_publish(ch);\n  return MD_OK;\n}\n")]
-    },
-    "broadcast does not wait": {
-        "algorithms.c": [
-            (
-                "    int status = md_wait(ch);\n    if (status) return status;\n"
-                "    if (ch->rank != root)",
-                "    if (ch->rank != root)",
-            )
-        ]
-    },
+# One of each kind: what it is, the file, what stands there, and what is put there.
+MUTATIONS = {
+    "flat: the step is published before what it says": (
+        *("channel.c", FLAT_STORE),
+        relaxed_store(FLAT_STORE),
+    ),
+    "a step is seen before what it says": (
+        *("channel.c", SEEN),
+        SEEN.replace("memory_order_acquire", RELAXED),
+    ),
+    "tree: a rank arrives before its data": (
+        *("channel.c", TREE_ARRIVES),
+        TREE_ARRIVES.replace("add(", "add_explicit(").replace("1)", f"1, {RELAXED})"),
+    ),
+    "one slot for headers": (
+        *("channel.h", SLOT),
+        SLOT.replace("number & 1", "0 * number"),
+    ),
+    "a message is posted before its bytes": (
+        *("channel.c", POSTED),
+        relaxed_store(POSTED),
+    ),
+    "pieces are reduced before all have copied in": ("algorithms.c", WAITS, ""),
+    "a call returns before all have reduced": ("algorithms.c", LAST_WAIT, ""),
+    "a gather returns before all have written": (
+        *("algorithms.c", SPREAD_WAITS),
+        "  md_publish(ch);\n  return MD_OK;\n}\n",
+    ),
 }
 
 
-def build_changed(
-    made_with: Tools, changes: dict[str, list[tuple[str, str]]], folder: pathlib.Path
-) -> str:
-    """Return the program with a core in which texts of files are replaced."""
-    for path in NATIVE.glob("*.[ch]"):
-        shutil.copy(path, folder)
-    for file, edits in changes.items():
-        text = (folder / file).read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, f"{file} does not have {old!r} once"
-            text = text.replace(old, new)
-        (folder / file).write_text(text)
-    return build(made_with, folder)
-
-
-def test_nothing_is_found_where_groups_are_released_slowly(
-    tmp_path: pathlib.Path,
-) -> None:
-    made_with = needed(COMPILERS[0], THREADS)
-    program = build_changed(made_with, SLOW_RELEASE, tmp_path)
-    ran = run(*made_with.prefix, program, ROUNDS_OF_GROUPS, str(RUN_SECONDS), "1")
-    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
-
-
-@pytest.mark.parametrize("name", a_third([*MUTATIONS]))
+@long_only
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_left_out_is_found(name: str, tmp_path: pathlib.Path) -> None:
     made_with = needed(COMPILERS[0], THREADS)
-    program = build_changed(made_with, MUTATIONS[name], tmp_path)
+    for path in NATIVE.glob("*.[ch]"):
+        shutil.copy(path, tmp_path)
+    file, old, new = MUTATIONS[name]
+    text = (tmp_path / file).read_text()
+    assert text.count(old) == 1, f"{file} does not have {old!r} once"
+    (tmp_path / file).write_text(text.replace(old, new))
+    program = build(made_with, tmp_path)
     arguments = ["1", str(FIND_SECONDS)]
-    if name == LEAVES:
-        arguments = [ROUNDS_OF_GROUPS, str(FIND_SECONDS), "1"]
     ran = run(*made_with.prefix, program, *arguments, seconds=2 * FIND_SECONDS + 60)
     assert ran.returncode in (1, 3, 66), "nothing was found"
     output = ran.stdout + ran.stderr

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from launching import run_python, run_ranks
+from replicas import rarely
 
 pytestmark = pytest.mark.core
 
@@ -84,8 +85,9 @@ def test_an_exception_of_merge_fn_is_printed_once():
     assert count_tracebacks(err) == 1
 
 
-@pytest.mark.parametrize("who", ["one", "all"])
-@pytest.mark.parametrize("where", ["outside", "in run"])
+@pytest.mark.parametrize(
+    ("who", "where"), [("one", "in run"), ("all", "outside"), rarely("one", "outside")]
+)
 def test_sys_exit(who, where):
     condition = "rank == 1" if who == "one" else "True"
     body = f"""
@@ -142,7 +144,7 @@ def test_a_rank_may_end_later_than_the_others():
     assert err == ""
 
 
-@pytest.mark.parametrize(("how", "others"), [("sleeps", 1), ("is stopped", 2)])
+@pytest.mark.parametrize(("how", "others"), [rarely("sleeps", 1), ("is stopped", 2)])
 def test_a_rank_that_does_not_come_to_its_end(how, others):
     """The end of the program is a wait as any other: a line, a deadline, an error."""
     late = "time.sleep(600)"

@@ -1,6 +1,6 @@
 """The fault matrix: what can go wrong, what then happens, and the test that shows it.
 
-`docs/reliability.md` has these rows; ``python -m tests.faults`` runs them.
+`docs/reliability.md` has these rows.
 """
 
 from __future__ import annotations
@@ -35,33 +35,18 @@ def _read() -> list[Case]:
 CASES = _read()
 
 
-def table(verdicts: dict[str, dict[str, str]] | None = None) -> str:
-    """Return the matrix as a table in Markdown.
-
-    Args:
-        verdicts: for each MPI the verdicts by test; None: without such columns, and
-            with the faults of a kind that end alike in one row.
-    """
+def table() -> str:
+    """Return the matrix as a table in Markdown, faults that end alike in one row."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for case in sorted(CASES, key=lambda case: _KINDS.index(case.kind)):
+        key = (case.kind, case.result, case.afterwards)
+        alike.setdefault(key, []).append(case.fault)
     heads = ["kind", "fault, on one rank", "how it ends", "the strategy"]
-    cases = sorted(CASES, key=lambda case: _KINDS.index(case.kind))
-    rows: list[list[str]]
-    if verdicts is None:
-        alike: dict[tuple[str, str, str], list[str]] = {}
-        for case in cases:
-            key = (case.kind, case.result, case.afterwards)
-            alike.setdefault(key, []).append(case.fault)
-        rows, latest = [], ""
-        for (kind, result, afterwards), faults in alike.items():
-            told = kind if kind != latest else ""
-            rows.append([told, "; ".join(faults), result, afterwards])
-            latest = kind
-    else:
-        heads += verdicts
-        rows = [
-            [*case[:4], *(by.get(case.test, "not run") for by in verdicts.values())]
-            for case in cases
-        ]
-    lines = [heads, ["---"] * len(heads), *rows]
+    lines, latest = [heads, ["---"] * len(heads)], ""
+    for (kind, result, afterwards), faults in alike.items():
+        told = kind if kind != latest else ""
+        lines.append([told, "; ".join(faults), result, afterwards])
+        latest = kind
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

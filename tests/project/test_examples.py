@@ -5,6 +5,7 @@ import re
 
 import pytest
 from launching import ROOT, ULFM, outlives_ranks, run_ranks
+from replicas import long_only, rarely
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2
@@ -85,6 +86,7 @@ def test_clip_by_global_norm(tmp_path):
     assert largest > 3
 
 
+@long_only
 def test_grain_input(tmp_path):
     pytest.importorskip("grain")
     pytest.importorskip("sklearn")
@@ -138,6 +140,7 @@ def test_train_digits(tmp_path):
     assert lines == [str(n) for n in range(1, 21)]
 
 
+@long_only
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_train_with_torch_and_jax(tmp_path, library):
     pytest.importorskip("sklearn")
@@ -165,7 +168,7 @@ def test_train_digits_names_a_bad_argument(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "steps", "best"),
-    [("train_elastic.py", 46, 85), ("train_torch_elastic.py", 58, 90)],
+    [("train_elastic.py", 46, 85), rarely("train_torch_elastic.py", 58, 90)],
 )
 def test_train_elastic(tmp_path, name, steps, best):
     pytest.importorskip("sklearn")

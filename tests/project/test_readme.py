@@ -35,6 +35,7 @@ from launching import (
     run_command,
     run_ranks,
 )
+from replicas import is_long
 
 import mpidist
 from mpidist import _cli
@@ -115,12 +116,14 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
             assert f" {block.program}\n" in following[0].text
     elif language == "console":
         programs = {b.program: b.text for b in blocks if b.program}
+        commands = commands_with_output(block.text)
+        started = [text for name, text in programs.items() if f" {name}" in block.text]
         for library in ("torch", "jax"):
-            if any(
-                re.search(rf"^import {library}$", x, re.M) for x in programs.values()
-            ):
+            if any(re.search(rf"^import {library}$", x, re.M) for x in started):
                 pytest.importorskip(library)
-        for command, output in commands_with_output(block.text):
+                if not (in_readme or is_long):  # they take long to import
+                    pytest.skip("only in launch/test --long")
+        for command, output in commands:
             do(Command(command, output, programs, folder))
     elif language == "sh":
         for line in block.text.splitlines():

@@ -16,6 +16,7 @@ from pathlib import Path
 import hosts
 import pytest
 import slurm_cluster
+from replicas import rarely
 
 from mpidist._cli import sbatch_command
 
@@ -396,7 +397,7 @@ def _steps(cluster, job):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["srun", rarely("mpirun")])
 @starts_ranks
 def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed, launcher):
     script = cluster.folder / f"preemptible-{launcher}.sbatch"
