@@ -101,39 +101,6 @@ def loss_object(labels, predictions):
     return -log_probabilities[xp.arange(len(labels)), labels], xp.exp(log_probabilities)
 
 
-# --- Define the metrics to track loss and accuracy --------------------------------
-
-
-class Mean:
-    """The mean of all values seen since the last reset, on all replicas together."""
-
-    def __init__(self, name):
-        """Make the two variables, which each replica writes for itself."""
-        self.total, self.count = (
-            mpidist.Variable(
-                initial,
-                name=f"{name}/{part}",
-                synchronization="ON_READ",
-                aggregation="SUM",
-            )
-            for initial, part in ((0.0, "total"), (0, "count"))
-        )
-
-    def update_state(self, values):
-        """Add values, in a replica function: without communication."""
-        self.total.assign_add(float(values.sum()))
-        self.count.assign_add(len(values))
-
-    def result(self):
-        """Return the mean. Every rank has to call this."""
-        return float(self.total) / max(int(self.count), 1)
-
-    def reset_states(self):
-        """Forget all values."""
-        self.total.assign(0.0)
-        self.count.assign(0)
-
-
 # --- Training loop ----------------------------------------------------------------
 
 
@@ -144,14 +111,15 @@ def main(options):
     train_dist_dataset = strategy.experimental_distribute_dataset(train_dataset)
     test_dist_dataset = strategy.experimental_distribute_dataset(test_dataset)
 
-    # Variables, optimizer and checkpoint are made under the scope.
+    # Metrics, variables, optimizer and checkpoint are made under the scope.
     with strategy.scope():
-        test_loss = Mean("test_loss")
-        train_accuracy = Mean("train_accuracy")
-        test_accuracy = Mean("test_accuracy")
+        test_loss = mpidist.metrics.Mean(name="test_loss")
+        train_accuracy = mpidist.metrics.SparseCategoricalAccuracy(
+            name="train_accuracy"
+        )
+        test_accuracy = mpidist.metrics.SparseCategoricalAccuracy(name="test_accuracy")
         model = Model()
         optimizer = mpidist.optimizers.Adam(learning_rate=0.001)
-        optimizer.build(model.trainable_variables)
         checkpoint = mpidist.Checkpoint(
             optimizer=optimizer, model=model.trainable_variables
         )
@@ -172,14 +140,14 @@ def main(options):
             zip(gradients, model.trainable_variables, strict=True)
         )
 
-        train_accuracy.update_state(predictions.argmax(1) == labels)
+        train_accuracy.update_state(labels, predictions)
         return loss
 
     def test_step(inputs):
         images, labels = inputs
         _, predictions = model(images)
         test_loss.update_state(loss_object(labels, predictions)[0])
-        test_accuracy.update_state(predictions.argmax(1) == labels)
+        test_accuracy.update_state(labels, predictions)
 
     # `run` replicates the provided computation and runs it with the distributed input.
     def distributed_train_step(dataset_inputs):
@@ -220,14 +188,14 @@ def main(options):
     # --- Restore the latest checkpoint and test -----------------------------------
     # Outside the scope there is no strategy: each process has plain variables of its
     # own, restores them, and tests with all of the data.
-    eval_accuracy = Mean("eval_accuracy")
+    eval_accuracy = mpidist.metrics.SparseCategoricalAccuracy(name="eval_accuracy")
     new_model = Model(seed=1)
     new_checkpoint = mpidist.Checkpoint(model=new_model.trainable_variables)
     new_checkpoint.restore(options.checkpoint, partial=True)
 
     for images, labels in test_dataset:
         _, predictions = new_model(images)
-        eval_accuracy.update_state(predictions.argmax(1) == labels)
+        eval_accuracy.update_state(labels, predictions)
     say(
         "Accuracy after restoring the saved model without strategy: "
         f"{eval_accuracy.result():.2%}"

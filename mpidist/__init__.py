@@ -10,6 +10,8 @@ from mpidist import cluster as cluster
 from mpidist import data as data
 from mpidist import elastic as elastic
 from mpidist import experimental as experimental
+from mpidist import metrics as metrics
+from mpidist import nest as nest
 from mpidist import optimizers as optimizers
 from mpidist import testing as testing
 from mpidist._base import remedies as _remedies
@@ -167,6 +169,8 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "maybe_merge_call",
+    "metrics",
+    "nest",
     "optimizers",
     "scale_regularization_loss",
     "seed_all",
@@ -181,13 +185,22 @@ __all__ = [
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _module in (cluster, data, elastic, experimental, optimizers, testing):
+for _module in (
+    cluster,
+    data,
+    elastic,
+    experimental,
+    metrics,
+    nest,
+    optimizers,
+    testing,
+):
     for _name in set(_module.__all__) - set(__all__):
         if callable(getattr(_module, _name)):
             getattr(_module, _name).__module__ = _module.__name__
 del _module, _name
 
-for _module in (cluster, data, experimental, optimizers):
+for _module in (cluster, data, experimental, metrics, nest, optimizers):
     _remedies.explain_module(_module.__name__)
 _remedies.explain_module(__name__)
 del _module

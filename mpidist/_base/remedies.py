@@ -33,8 +33,8 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
     - ``names``: what to write, by the module or class and the missing name.
     - ``keywords``: by the call and the keyword, ``write``; ``ignored`` if it is ignored
       with any value, as it changes no result; and ``default``, the value that says what
-      is the case here, which is ignored, as None and False are. ``like`` names an
-      earlier call, whose other keywords it has too.
+      is the case here (if it is not given, False), which is ignored, as None is.
+      ``like`` names an earlier call, whose other keywords it has too.
 
     A text ``=KEY`` in the file stands for one that several names share.
     """
@@ -140,11 +140,9 @@ def _drop_ignored(call: str, kwargs: dict[str, Any]) -> None:
     known = tables()["keywords"][call]
     for name in known.keys() & kwargs.keys():
         keyword, value = known[name], kwargs[name]
-        default = keyword.get("default")
+        default = keyword.get("default", False)
         is_default = type(value) is type(default) and value == default
-        if not (
-            keyword.get("ignored") or is_default or value is None or value is False
-        ):
+        if not (keyword.get("ignored") or is_default or value is None):
             raise TypeError(
                 f"{call}: got an unexpected keyword argument {name!r}; "
                 f"{keyword['write']} {_MORE}"

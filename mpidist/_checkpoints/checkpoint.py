@@ -100,7 +100,7 @@ class Checkpoint:
             objects.add(name, value)
 
     def __repr__(self) -> str:
-        items = contents.collect(self._objects.by_name, early=True)
+        items = contents.collect(self._objects.by_name, "skip")
         variables = [item for item in items if isinstance(item, VariableItem)]
         nbytes = sum(item.nbytes for item in variables)
         return (
@@ -176,7 +176,9 @@ class Checkpoint:
 
         At program level. Rank 0 reads the checkpoint and sends the data to the others.
         The number of ranks may differ from that at saving. Either all objects are
-        restored or, with an error on all ranks, none.
+        restored or, with an error on all ranks, none. An optimizer that has no
+        variables yet restores them when it makes them, in `build` or the first
+        ``apply_gradients``, which raise if they do not match.
 
         A random generator that was the same on all ranks is restored to the same state
         on all. If each rank had its own, rank i gets the i-th state. With more ranks
@@ -206,7 +208,8 @@ class Checkpoint:
         restore = self._objects.read(path, partial, "Checkpoint.restore")
         if restore is None:
             return RestoreStatus([], bool(partial), nothing=True)
-        return RestoreStatus(restore(), bool(partial))
+        names, later = restore()
+        return RestoreStatus(names, bool(partial), later)
 
 
 def objects_of(checkpoint: Checkpoint) -> SavedObjects:
@@ -219,20 +222,26 @@ class RestoreStatus(list[str]):
     """The names of the restored items, as `Checkpoint.restore` returns them.
 
     A list, with the methods of TensorFlow's status object. Without ``partial`` all
-    objects and the whole checkpoint are restored when `Checkpoint.restore` returns, so
-    there is nothing left to check or to wait for. Not collective.
+    objects and the whole checkpoint are restored when `Checkpoint.restore` returns,
+    except optimizers that have no variables yet. Not collective.
 
     Args:
         names: the names.
         partial: whether the checkpoint was restored with ``partial=True``.
+        later: the names of the optimizers that restore theirs later.
         nothing: whether the path was None, so that nothing was restored.
     """
 
     def __init__(
-        self, names: Iterable[str], partial: bool, nothing: bool = False
+        self,
+        names: Iterable[str],
+        partial: bool,
+        later: Iterable[str] = (),
+        *,
+        nothing: bool = False,
     ) -> None:
         super().__init__(names)
-        self._partial, self._nothing = partial, nothing
+        self._partial, self._later, self._nothing = partial, list(later), nothing
 
     def expect_partial(self) -> RestoreStatus:
         """Return this status. Write ``restore(path, partial=True)`` for its effect."""
@@ -242,8 +251,25 @@ class RestoreStatus(list[str]):
         """Return this status if everything in the checkpoint was restored.
 
         Raises:
-            AssertionError: after ``partial=True``, which does not ask for that; and if
-                the path was None.
+            AssertionError: after ``partial=True``, which does not ask for that; if an
+                optimizer restores its variables later; and if the path was None.
+        """
+        self.assert_existing_objects_matched()
+        if self._later:
+            raise AssertionError(
+                f"Checkpoint.restore: {self._later[0]!r} restores its variables when "
+                "it makes them, in its first `apply_gradients`; write "
+                "`optimizer.build(variables)` before `restore`, or "
+                "`assert_existing_objects_matched()`"
+            )
+        return self
+
+    def assert_existing_objects_matched(self) -> RestoreStatus:
+        """Return this status if all objects were restored that exist.
+
+        Raises:
+            AssertionError: as `assert_consumed`, but not for an optimizer that restores
+                its variables later.
         """
         self.assert_nontrivial_match()
         if self._partial:
@@ -252,10 +278,6 @@ class RestoreStatus(list[str]):
                 "`checkpoint.restore(path)`, which raises if something does not match"
             )
         return self
-
-    def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Return this status if all objects were restored, as `assert_consumed`."""
-        return self.assert_consumed()
 
     def assert_nontrivial_match(self) -> RestoreStatus:
         """Return this status if something was restored.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from mpidist._checkpoints import guest_items, state_json
 from mpidist._checkpoints.guest_items import Held
 from mpidist._checkpoints.items import (
     Item,
+    LaterItem,
     NumpyGeneratorItem,
     StateItem,
     VariableItem,
@@ -33,13 +34,17 @@ _PAIRS: Final = (
 )
 
 
-def collect(objects: MutableMapping[str, Any], early: bool = False) -> list[Item]:
+Unmade: TypeAlias = Literal["refuse", "skip", "later"]
+"""What to do with an object whose ``variables`` raise RuntimeError, since it has not
+made them yet: raise, leave it out, or make a `LaterItem` of it if it supports that."""
+
+
+def collect(objects: MutableMapping[str, Any], unmade: Unmade = "refuse") -> list[Item]:
     """Decompose objects, and return the items in the order of their names.
 
     Args:
         objects: the objects, by name; restored pytrees of JAX are put there.
-        early: whether to skip items that an object does not have yet: the
-            ``variables`` of an optimizer raise RuntimeError before it has created them.
+        unmade: what to do with an object that has not made its variables yet.
 
     Raises:
         TypeError: if an object cannot be saved and restored.
@@ -47,7 +52,7 @@ def collect(objects: MutableMapping[str, Any], early: bool = False) -> list[Item
     """
     items: dict[str, Item] = {}
     for name, value in _entries(objects):
-        for item in _items_of(name, value, early):
+        for item in _items_of(name, value, unmade):
             if item.name in items:
                 raise ValueError(
                     f"Checkpoint: two objects would both be {item.name!r}; give them "
@@ -94,7 +99,7 @@ def _entries(objects: MutableMapping[str, Any]) -> Iterator[tuple[str, object]]:
         yield name, Held(objects, name) if guest_items.is_tree(value) else value
 
 
-def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
+def _items_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
     if isinstance(value, Variable):
         yield VariableItem(name, value)
         return
@@ -108,7 +113,7 @@ def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
     nested = _children(name, value)
     if nested is not None:
         for child_name, child in nested:
-            yield from _items_of(f"{name}/{child_name}", child, early)
+            yield from _items_of(f"{name}/{child_name}", child, unmade)
         return
     for get, put in _PAIRS:
         getter, setter = getattr(value, get, None), getattr(value, put, None)
@@ -120,9 +125,12 @@ def _items_of(name: str, value: object, early: bool) -> Iterator[Item]:
     try:
         variables = getattr(value, "variables", None)
     except RuntimeError:
-        if early:
-            return
-        raise
+        keep = getattr(value, "__restore_later__", None)
+        if unmade == "later" and keep is not None:
+            yield LaterItem(name, keep)
+        elif unmade != "skip":
+            raise
+        return
     if isinstance(variables, (list, tuple)):
         yield from _variables_of(name, variables)
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -157,7 +157,29 @@ class NumpyGeneratorItem(GeneratorItem):
         return ""
 
 
-Item: TypeAlias = VariableItem | StateItem
+class LaterItem:
+    """An object that has no variables yet; it restores them when it makes them.
+
+    Args:
+        name: its name in the checkpoint.
+        keep: the function that keeps the arrays, by the names of the variables, and
+            whether some may be missing.
+    """
+
+    def __init__(
+        self, name: str, keep: Callable[[dict[str, HostArray], bool], object]
+    ) -> None:
+        self.name, self.keep = name, keep
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: no variables yet"
+
+    def arrays(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names that are of this object."""
+        return [name for name in names if name.startswith(f"{self.name}/")]
+
+
+Item: TypeAlias = VariableItem | StateItem | LaterItem
 
 
 def _check_position(name: str, state: State) -> None:

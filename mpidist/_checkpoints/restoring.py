@@ -27,6 +27,7 @@ from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import (
     GeneratorItem,
     Item,
+    LaterItem,
     StateItem,
     VariableItem,
     tensors_from,
@@ -47,10 +48,14 @@ def fit(
     """Return the items to restore; raise with a list of those that do not match."""
     arrays, states = files.manifest.arrays, files.manifest.states
     saved = {*arrays, *states}
+    names = {item.name for item in items}.union(files.manifest.of_states(states))
+    for item in items:
+        if isinstance(item, LaterItem) and (own := item.arrays(arrays)):
+            saved.add(item.name)
+            names.update(own)
     found = [item for item in items if item.name in saved]
     missing = [item.name for item in items if item.name not in saved]
     wrong = list(filter(None, (_problem(item, files) for item in found)))
-    names = {item.name for item in items}.union(files.manifest.of_states(states))
     unexpected = [name for name in [*arrays, *states] if name not in names]
     if partial and (len(wrong) < len(found) or not items):
         missing, unexpected = [], []
@@ -62,11 +67,6 @@ def fit(
     if unexpected:
         lines.append(f"only in the checkpoint: {_listed(unexpected)}")
     hints = []
-    if unexpected:
-        hints.append(
-            "An object that makes variables at its first use, such as an optimizer, "
-            "must make them before (`optimizer.build(variables)`)."
-        )
     if partial:
         hints.append("Nothing of it is among the objects, whatever `partial` says.")
     elif missing or unexpected:
@@ -84,6 +84,8 @@ def _listed(names: list[str]) -> str:
 def _problem(item: Item, files: CheckpointFiles) -> str:
     """Return the problem with an item's data in the checkpoint, or ""."""
     manifest = files.manifest
+    if isinstance(item, LaterItem):
+        return ""
     if isinstance(item, StateItem):
         if item.name not in manifest.states:
             return f"{item.name!r}: expected a state, got an array"
@@ -246,19 +248,31 @@ def put(
     items: Mapping[str, Item],
     states: Values,
     arrays: dict[str, HostArray],
-) -> list[str]:
-    """Restore objects; return the names of their items. Collective.
+    partial: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Restore objects. Collective.
 
     Args:
         call: the call that restores them.
         items: the items to restore, by name.
         states: the states, as `spread` returns them.
         arrays: all arrays, which are taken: states may share their memory.
+        partial: whether variables that an object makes later may be missing.
+
+    Returns:
+        The names of the items, and of the objects that make their variables later.
     """
     variables = [item for item in items.values() if isinstance(item, VariableItem)]
+    later = [item for item in items.values() if isinstance(item, LaterItem)]
+    kept: list[dict[str, HostArray]] = []
 
     def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
         values = [_prepared(item, arrays.pop(item.name)) for item in variables]
+        for item in later:
+            start = len(item.name) + 1
+            kept.append(
+                {name[start:]: arrays.pop(name) for name in item.arrays([*arrays])}
+            )
         return values, choose(call, items, states, arrays)
 
     values, chosen = call.together(prepare, scope=False)
@@ -267,6 +281,8 @@ def put(
     def assign() -> None:  # without allocating
         for item, value in zip(variables, values, strict=True):
             storage_of(item.variable).apply("assign", value)
+        for waiting, own in zip(later, kept, strict=True):
+            waiting.keep(own, partial)
 
     guard = call.guard
     before: list[tuple[StateItem, State]] = []
@@ -287,7 +303,8 @@ def put(
         guard.interrupted(call.name, error)
         _put_back(call, before, error)
         raise
-    return sorted(items)
+    names = sorted(item.name for item in later)
+    return sorted(items.keys() - {*names}), names
 
 
 def _prepared(item: VariableItem, x: HostArray) -> Array:

@@ -36,7 +36,7 @@ from mpidist._checkpoints import (
 )
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
-from mpidist._checkpoints.items import Item, StateItem, VariableItem
+from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
 from mpidist._checkpoints.reader import CheckpointFiles
 from mpidist._checkpoints.state_json import Packed, Stored, host_copy
 from mpidist._checkpoints.storage import FileFormat
@@ -58,7 +58,7 @@ class SavedObjects:
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.by_name: dict[str, Any] = dict(objects)
-        items = contents.collect(self.by_name, early=True)
+        items = contents.collect(self.by_name, "skip")
         contents.check(items)
         self._nearest = _group_of(items, "Checkpoint") or context.current().group
 
@@ -69,14 +69,14 @@ class SavedObjects:
             TypeError, ValueError: if it cannot be saved; then nothing has changed.
         """
         objects = {**self.by_name, name: value}
-        contents.check(contents.collect({name: value}, early=True))
-        contents.collect(objects, early=True)
+        contents.check(contents.collect({name: value}, "skip"))
+        contents.collect(objects, "skip")
         self.by_name[name] = value
 
     @property
     def group(self) -> ReplicaGroup:
         """The ranks that save these objects together."""
-        found = _group_of(contents.collect(self.by_name, early=True), "Checkpoint")
+        found = _group_of(contents.collect(self.by_name, "skip"), "Checkpoint")
         return found or self._nearest
 
     def save(
@@ -147,12 +147,13 @@ class SavedObjects:
 
     def read(
         self, path: object, partial: bool, name: str
-    ) -> Callable[[], list[str]] | None:
+    ) -> Callable[[], tuple[list[str], list[str]]] | None:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective.
 
         Returns:
-            A function that restores the objects, and returns the names of the items;
-            collective. None if the path of rank 0 is None.
+            A function that restores the objects, and returns the names of the items,
+            and of the objects that make their variables later; collective. None if the
+            path of rank 0 is None.
         """
         details = f", partial={bool(partial)}"
         call, items, source = self._begin(name, path, details, optional=True)
@@ -179,6 +180,9 @@ class SavedObjects:
             }
             files.verify_rest()
             variables = [x.name for x in found if isinstance(x, VariableItem)]
+            for item in found:
+                if isinstance(item, LaterItem):
+                    variables += item.arrays(manifest.arrays)
             for array in [*variables, *manifest.of_states(states)]:
                 arrays[array] = files.read(array)
             kinds = {array: (x.dtype, x.shape) for array, x in arrays.items()}
@@ -191,7 +195,7 @@ class SavedObjects:
         names, states, kinds = answer
         chosen = {item_name: by_name[item_name] for item_name in names}
         return lambda: restoring.put(
-            call, chosen, states, restoring.share(call, kinds, arrays)
+            call, chosen, states, restoring.share(call, kinds, arrays), bool(partial)
         )
 
     def finish(self, name: str) -> None:
@@ -200,13 +204,15 @@ class SavedObjects:
 
     def call(self, name: str) -> CollectiveCall:
         """Return a call by the ranks that save these objects together."""
-        return self._find(name)[0]
+        return self._find(name, "skip")[0]
 
-    def _find(self, name: str) -> tuple[CollectiveCall, list[Item]]:
+    def _find(
+        self, name: str, unmade: contents.Unmade
+    ) -> tuple[CollectiveCall, list[Item]]:
         """Find the items, which may have changed, and their strategy."""
         context.require_program_level(context.current().group, name)
         try:
-            items = contents.collect(self.by_name)
+            items = contents.collect(self.by_name, unmade)
             group = _group_of(items, name)
         except Exception as error:
             self._nearest.collectives.invalid(name, error)
@@ -228,7 +234,7 @@ class SavedObjects:
         self, name: str, path: object, details: str, optional: bool = False
     ) -> tuple[CollectiveCall, list[Item], str | None]:
         """Find the items; check that all ranks have the same."""
-        call, items = self._find(name)
+        call, items = self._find(name, "later" if optional else "refuse")
         background.finish(call)
         target = call.attempt(lambda: as_path(path, name, optional))
         call.agree(f" of {{{', '.join(map(str, items))}}}{details}")

@@ -30,11 +30,11 @@ def as_axes(axis: object) -> tuple[int, ...] | None:
     """Return the axes as a tuple; None for None.
 
     Raises:
-        TypeError: if ``axis`` is not an int, a tuple of ints or None.
+        TypeError: if ``axis`` is not an int, a tuple or list of ints or None.
     """
     if axis is None:
         return None
-    axes = axis if isinstance(axis, tuple) else (axis,)
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     for one in axes:
         if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
             raise TypeError(

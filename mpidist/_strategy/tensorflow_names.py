@@ -7,19 +7,25 @@ unchanged.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 from mpidist._base import threads
+from mpidist._base.errors import level_of_caller
+from mpidist._base.expect import as_int
+from mpidist._base.nest import flatten
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Nest
 from mpidist._mpi.library import mpi_module, world_rank, world_size
+from mpidist._runtime import context
 from mpidist._runtime.context import has_strategy
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.current import get_replica_context
 from mpidist._strategy.mpi_strategy import MPIStrategy
 from mpidist._strategy.setup import Arguments
 from mpidist._strategy.strategy import Strategy
+from mpidist._values.distributed import is_per_replica
 from mpidist.cluster import ClusterResolver
 
 _DEVICE: Final = re.compile(r"(?:.*[/:])?(CPU|GPU)(?::(\d+|\*))?", re.IGNORECASE)
@@ -60,24 +66,52 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
             the host. Or the devices of all ranks, such as ``["GPU:0", "GPU:1"]``: one
             for each, in their order.
         cross_device_ops: as for `MPIStrategy`.
+        num_gpus: in place of ``devices``, the number of ranks, each with a GPU; 0: one
+            rank on the host. The argument of TensorFlow 1.
 
     Raises:
-        TypeError, ValueError: if ``devices`` is not a list with a device for each rank;
-            on all ranks. Otherwise as `MPIStrategy`.
+        TypeError, ValueError: if ``devices`` is not a list with a device for each rank,
+            or ``num_gpus`` not their number; on all ranks. Otherwise as `MPIStrategy`.
     """
+
+    _warns = True
 
     def __init__(
         self,
         devices: Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        num_gpus: int | None = None,
     ) -> None:
         """Join the other ranks in a strategy. Collective."""
         self._join(
             None,
             lambda: Arguments(
-                device=_own_device(devices), cross_device_ops=cross_device_ops
+                device=_own_device(_devices(devices, num_gpus)),
+                cross_device_ops=cross_device_ops,
             ),
         )
+
+    def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
+        """Return the components that this process can see, as a tuple.
+
+        Of `MPIStrategy`. With several replicas the first call at program level warns,
+        since TensorFlow's MirroredStrategy returns the values of all replicas.
+        """
+        n = self.num_replicas_in_sync
+        at_program_level = context.current().coordinator is None
+        if self._warns and n > 1 and at_program_level and _has_per_replica(value):
+            self._warns = False
+            warnings.warn(
+                f"[rank {self.replica_id}] experimental_local_results: this rank's "
+                f"value only, where TensorFlow's MirroredStrategy returns those of "
+                f"all {n} replicas; for all of them write `strategy.gather(value, "
+                'axis=0)` or `strategy.reduce("SUM", value, axis=None)`. '
+                "`mpidist.MPIStrategy()` does not warn",
+                RuntimeWarning,
+                stacklevel=level_of_caller(),
+            )
+        return super().experimental_local_results(value)
 
 
 class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
@@ -212,6 +246,22 @@ def _options(
             "experimental.CommunicationOptions(implementation=...)`"
         )
     return CommunicationOptions(implementation=communication)
+
+
+def _has_per_replica(value: Nest) -> bool:
+    return any(map(is_per_replica, flatten(value)[0]))
+
+
+def _devices(devices: object, num_gpus: object) -> object:
+    """Return the devices of all ranks, given the arguments of `MirroredStrategy`."""
+    if num_gpus is None:
+        return devices
+    if devices is not None:
+        raise TypeError(
+            "MirroredStrategy: got both `devices` and `num_gpus`; leave out `num_gpus`"
+        )
+    n = as_int("MirroredStrategy", "num_gpus", num_gpus, least=0)
+    return ["GPU"] * n or ["CPU"]
 
 
 def _own_device(devices: object) -> str:

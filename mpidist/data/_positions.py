@@ -28,7 +28,15 @@ class OutOfRangeError(LookupError):
     """`DistributedIterator.get_next` was called at the end of the input.
 
     On all ranks together. It is not a StopIteration, which a generator or a ``for``
-    loop around the call would interpret as its own end.
+    loop around the call would interpret as its own end; what ``next`` raises is both.
+    """
+
+
+class _EndOfInputError(StopIteration, OutOfRangeError):
+    """What `next` raises: a StopIteration that ``except OutOfRangeError`` catches too.
+
+    TensorFlow's `next` raises the one in eager code and the other in a ``tf.function``.
+    StopIteration comes first: ``yield from`` crashes if its ``__init__`` did not run.
     """
 
 
@@ -104,7 +112,7 @@ class PositionedIterator(collections.abc.Iterator[Nest]):
     def __next__(self) -> Nest:
         found, element = self._step("next(iterator)")
         if not found:
-            raise StopIteration
+            raise _EndOfInputError(self._end_text("next(iterator)"))
         return element
 
     def get_next(self) -> Nest:
@@ -115,10 +123,11 @@ class PositionedIterator(collections.abc.Iterator[Nest]):
         """
         found, element = self._step("get_next")
         if not found:
-            raise OutOfRangeError(
-                f"get_next: the input has ended, after {self._position} {self._unit}"
-            )
+            raise OutOfRangeError(self._end_text("get_next"))
         return element
+
+    def _end_text(self, call: str) -> str:
+        return f"{call}: the input has ended, after {self._position} {self._unit}"
 
     def get_next_as_optional(self) -> Optional:
         """Return the next element, or nothing at the end."""

@@ -61,7 +61,7 @@ class StateStorage:
                 self.values[name] = value
             else:
                 self.given[name] = value
-        items = contents.collect(self.given, early=True)
+        items = contents.collect(self.given, "skip")
         contents.check(items)
         for item in items:
             if isinstance(item, VariableItem):

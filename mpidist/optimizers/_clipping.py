@@ -19,7 +19,9 @@ DEVICE_BLOCK: Final = 1 << 24
 _NOTHING: Final[Array] = np.empty(0)
 
 
-def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
+def clip_by_global_norm(
+    grads: Nest, clip_norm: float, use_norm: Nest = None
+) -> tuple[Nest, Nest]:
     """Scale gradients so that their global norm is at most ``clip_norm``.
 
     The formula is that of ``tf.clip_by_global_norm`` (Pascanu et al. 2013,
@@ -35,10 +37,12 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
     Args:
         grads: a nest of arrays and numbers; None where there is no gradient.
         clip_norm: the maximum norm, greater than 0.
+        use_norm: the global norm, if it is known already.
 
     Returns:
         The nest with new arrays of the same dtypes (None stays), and the norm before
-        clipping: a float64 scalar, computed in float64, on the gradients' device.
+        clipping: a float64 scalar, computed in float64, on the gradients' device; or
+        ``use_norm``.
 
     Raises:
         TypeError: if a gradient is not an array (a PerReplica is not one).
@@ -57,8 +61,10 @@ def clip_by_global_norm(grads: Nest, clip_norm: float) -> tuple[Nest, Nest]:
     pairs = [None if x is None else backend.as_array(x, call) for x in leaves]
     with np.errstate(all="ignore"):
         given = [pair[0] for pair in pairs if pair is not None]
-        norm = global_norm(given, norm_scratch(given))
-        scale = clip_scale(norm, clip)
+        norm = use_norm
+        if norm is None:
+            norm = global_norm(given, norm_scratch(given))
+        scale = clip_scale(backend.as_array(norm, f"{call}: `use_norm`")[0], clip)
         clipped = [
             None if pair is None else backend.as_given(_scaled(pair[0], scale), pair[1])
             for pair in pairs

@@ -27,7 +27,9 @@ from typing import Final, NoReturn, TypeAlias
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, threads
+from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
+from mpidist._base.types import HostArray
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import Variable, array_of, storage_of
@@ -45,10 +47,13 @@ from mpidist.optimizers._arguments import (
 )
 from mpidist.optimizers._gradient_sum import find_plan, sum_gradients
 from mpidist.optimizers._rule import Rule
-from mpidist.optimizers._schedules import AssignableRate, LearningRate
+from mpidist.optimizers._schedules import AssignableRate, LearningRate, of_step
 from mpidist.optimizers._state import State
 
 _BUILD: Final = "Optimizer.build"
+_NAME: Final = "`name` to be a str"
+_STEP: Final = "write `global_step=step`"
+_GLOBAL_STEP: Final = "`global_step` to be a `mpidist.Variable`"
 
 _Known: TypeAlias = weakref.WeakValueDictionary[Hashable, "Optimizer"]
 _Reference: TypeAlias = tuple[Variable | None, int, str]
@@ -98,10 +103,18 @@ class Optimizer(Rule):
                 "create it on all ranks, before `strategy.run`"
             )
         super().__init__(kind, name, clipping, shard_state, settings)
+        if isinstance(learning_rate, Variable):
+            raise TypeError(
+                f"{kind}: `learning_rate` is Variable {learning_rate.name!r}; write "
+                "`learning_rate=lambda step: float(variable)` to follow it, or "
+                "`learning_rate=float(variable)` for its value now, as Keras 3 does"
+            )
         self.learning_rate = learning_rate
         self._state: State | None = None  # before it is built
         self._group: ReplicaGroup | None = None
         self._index: dict[int, int] = {}  # of the variables, by id
+        # What was restored before it was built, and whether something may be missing.
+        self._restored: tuple[dict[str, HostArray], bool] | None = None
         # An optimizer is the same object of the program on all ranks. Commands of
         # rank 0 refer to it by the variable that counts its steps or, before that
         # exists, by the number of its construction.
@@ -175,16 +188,18 @@ class Optimizer(Rule):
     @learning_rate.setter
     def learning_rate(self, learning_rate: LearningRate) -> None:
         kind = type(self).__name__
-        if not callable(learning_rate):
+        if callable(learning_rate):
+            learning_rate = of_step(learning_rate)
+        else:
             learning_rate = _check_rate(f"{kind}: ", learning_rate)
         self._learning_rate = learning_rate
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the state, all zero, for these variables.
 
-        Collective. Call it before restoring the state from a checkpoint; otherwise the
-        first `apply_gradients` does it. Calling it again with the same variables does
-        nothing.
+        Collective. Otherwise the first `apply_gradients` does it. If a checkpoint was
+        restored before, its values replace the zeros. Calling it again with the same
+        variables does nothing.
 
         Args:
             variables: mirrored variables of one strategy, of floating-point dtypes.
@@ -194,6 +209,7 @@ class Optimizer(Rule):
                 variables other than those it was built for.
             RuntimeError: for variables of several strategies, or plain variables while
                 a strategy is current.
+            CheckpointError: if a checkpoint that was restored before does not match.
         """
         given: list[Variable] = []
         try:
@@ -207,6 +223,15 @@ class Optimizer(Rule):
             dispatch.perform(group, "build_optimizer", reference, given, call=_BUILD)
         else:
             self._build(group, given)
+
+    def __restore_later__(self, arrays: dict[str, HostArray], partial: bool) -> None:
+        """Keep what `build` is to restore; of a checkpoint that was restored before.
+
+        Args:
+            arrays: the values of variables by name, the same on all ranks.
+            partial: whether some may be missing, or others be there.
+        """
+        self._restored = arrays, partial
 
     def exclude_from_weight_decay(
         self,
@@ -239,6 +264,7 @@ class Optimizer(Rule):
         skip_gradients_aggregation: bool = False,
         *,
         experimental_aggregate_gradients: bool = True,
+        global_step: Variable | None = None,
     ) -> Variable:
         """Sum the gradients over the replicas, and apply one step.
 
@@ -261,6 +287,8 @@ class Optimizer(Rule):
                 already reduced, for example by ``all_reduce``, and the same on all
                 replicas (checked by checksum).
             experimental_aggregate_gradients: the opposite, by its older name in Keras.
+            global_step: a variable to increase by 1 after the step, as in TensorFlow 1;
+                in a replica function it needs an aggregation, ONLY_FIRST_REPLICA.
 
         Returns:
             `iterations`, which includes this step.
@@ -279,6 +307,9 @@ class Optimizer(Rule):
         try:
             try:
                 pairs.extend(grads_and_vars)
+                expect(name is None or isinstance(name, str), APPLY, _NAME, name, _STEP)
+                steps = global_step is None or isinstance(global_step, Variable)
+                expect(steps, APPLY, _GLOBAL_STEP, global_step)
                 gradients, variables = split_pairs(pairs)
                 check_variables(variables, APPLY, self._index)
                 group = group_for(variables, self._group, APPLY)
@@ -293,6 +324,8 @@ class Optimizer(Rule):
         except BaseException as error:
             interruptions.left(group_among(pairs, self._group), APPLY, error)
             raise
+        if global_step is not None:
+            global_step.assign_add(1)
         return self.iterations
 
     def _built(self, what: str) -> State:
@@ -352,6 +385,15 @@ class Optimizer(Rule):
                 self._slot_names,
                 self._shard_state,
             )
+            if self._restored is not None:
+                try:
+                    values = state.prepared(*self._restored, _BUILD)
+                except Exception as error:
+                    collectives.invalid(_BUILD, error)
+                collectives.guard.agree(Call(f"{_BUILD}, restoring {len(values)}"))
+                for variable, value in values:
+                    storage_of(variable).apply("assign", value)
+                self._restored = None
             self._state, self._group, self._index = state, group, state.index
             _known.get()[_identity(state.iterations)] = self
 

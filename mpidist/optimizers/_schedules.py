@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -28,6 +29,19 @@ class AssignableRate(float):
 
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
         return float, (float(self),)
+
+
+def of_step(rate: Callable[..., float]) -> Callable[[int], float]:
+    """Return a function of the step, given one of that or, as in Keras, of nothing."""
+    try:
+        parameters = inspect.signature(rate).parameters
+    except (TypeError, ValueError):  # of a function of C
+        return rate
+    return rate if parameters else functools.partial(_at_any_step, rate)
+
+
+def _at_any_step(rate: Callable[[], float], step: int) -> float:
+    return rate()
 
 
 # Functions of this module with their constants: these can be pickled, closures cannot.

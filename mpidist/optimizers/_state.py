@@ -6,18 +6,20 @@ operations of a step read and write memory once. All blocks share their scratch 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
 from mpidist._base import backend, partition
-from mpidist._base.types import Array, DType, HostArray
+from mpidist._base.errors import CheckpointError
+from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import check_attributes
 from mpidist._values.divided import Part
-from mpidist._values.variable import InitialCopy, Variable, array_of
+from mpidist._values.variable import InitialCopy, Variable, array_of, storage_of
 from mpidist.optimizers._arguments import (
     GivenGradients,
     array_functions,
@@ -92,6 +94,10 @@ def _lay_out(
                 Block(place, flat[part], own, t, u, wide if narrow else None)
             )
     return made
+
+
+def _described(x: Nest) -> str:
+    return "nothing" if x is None else backend.describe(x)
 
 
 class State:
@@ -172,6 +178,36 @@ class State:
                     f"{listed(known)}; pass all variables to `optimizer.build"
                     "(variables)` first, or create another optimizer for this one"
                 )
+
+    def prepared(
+        self, arrays: dict[str, HostArray], partial: bool, call: str
+    ) -> list[tuple[Variable, Array]]:
+        """Return the variables of this state, and what to restore them to.
+
+        Raises:
+            CheckpointError: if the arrays, which a checkpoint has for their names, are
+                others than these variables; with ``partial``, if one does not fit.
+        """
+        own = {v.name: v for v in (self.iterations, *itertools.chain(*self.slots))}
+        wrong = [] if partial else sorted(own.keys() ^ arrays.keys())
+        for name in own.keys() & arrays.keys():
+            x, v = arrays[name], own[name]
+            if (x.dtype, x.shape) != (v.dtype, v.shape):
+                wrong.append(name)
+        if wrong:
+            raise CheckpointError(
+                f"{call}: the checkpoint that was restored before does not fit: "
+                + "; ".join(
+                    f"{name!r}: expected {_described(own.get(name))}, got "
+                    f"{_described(arrays.get(name))}"
+                    for name in sorted(wrong)[:5]
+                )
+            )
+        return [
+            (v, storage_of(v).own_part(storage_of(v).prepare("assign", arrays[name])))
+            for name, v in own.items()
+            if name in arrays
+        ]
 
     def prepare(self) -> None:
         """Allocate the memory that steps need."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mpidist
 from mpidist._base import nest
 
 Point = collections.namedtuple("Point", "x y")
@@ -95,3 +96,26 @@ def test_other_structures_are_refused():
         nest.map_structure(lambda a, b: a, [1, 2], [3, (4, 5)])
     with pytest.raises(ValueError, match="same structure"):
         nest.map_structure(lambda a, b: a, [1, 2], (1, 2))
+
+
+def test_the_names_of_tensorflow():
+    names = mpidist.nest
+    tree = {"b": [1, None], "a": (2,)}
+    assert names.flatten(tree) == [2, 1, None]
+    assert names.map_structure(lambda x, y: (x, y), (1, [2]), (3, [4])) == (
+        (1, 3),
+        [(2, 4)],
+    )
+    assert names.pack_sequence_as(tree, "xyz") == {"b": ["y", "z"], "a": ("x",)}
+    assert names.pack_sequence_as(0, [[1]]) == [1]
+    with pytest.raises(ValueError, match="expected 3 leaves"):
+        names.pack_sequence_as(tree, [1])
+    names.assert_same_structure((1, 2), (3, 4))
+    with pytest.raises(ValueError, match="same structure"):
+        names.assert_same_structure((1, 2), [3, 4])
+    assert [names.is_nested(x) for x in ([], {}, None, np.ones(2))] == [
+        True,
+        True,
+        False,
+        False,
+    ]

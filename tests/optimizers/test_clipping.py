@@ -31,7 +31,7 @@ def test_a_clip_norm_in_an_array(clip):
     (clipped,), norm = clip_by_global_norm([np.array([6.0, 8.0])], clip)
     np.testing.assert_array_equal(clipped, [3.0, 4.0])
     assert norm == 10.0
-    sgd = mpidist.optimizers.SGD(clip, momentum=np.array(0.5), clipnorm=clip)
+    sgd = mpidist.optimizers.SGD(float(clip), momentum=np.array(0.5), clipnorm=clip)
     assert sgd.learning_rate == 5.0
     for text in ("momentum=0.5", "clipnorm=5.0"):
         assert text in repr(sgd)

@@ -32,7 +32,6 @@ with strategy.scope():
     optimizer = keras.optimizers.legacy.SGD(tf.cast(1, tf.float64))
     schedule = tf.keras.optimizers.schedules.PolynomialDecay(0.5, 9, 0.5)
     optimizer.learning_rate = schedule
-    optimizer.build([w])
     checkpoint = tf.compat.v2.train.Checkpoint(w=w, optimizer=optimizer)
 
 
@@ -169,8 +168,8 @@ def test_library_code_with_a_merge_call(tmp_path):
     [
         ("tf.config.list_physical_devices('GPU')", "delete the line"),
         ("tf.random.Generator.from_seed(1)", "numpy.random.default_rng"),
-        ("tf.io.gfile.makedirs('d')", "os.makedirs"),
-        ("tf.keras.metrics.Mean()", "ON_READ"),
+        ("tf.io.gfile.glob('d')", "os.makedirs"),
+        ("tf.keras.metrics.AUC()", "ON_READ"),
         ("tf.compat.v1.train.AdamOptimizer()", "mpidist.optimizers.Adam"),
     ],
 )

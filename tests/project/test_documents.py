@@ -27,6 +27,8 @@ MODULES = (
     "data",
     "elastic",
     "experimental",
+    "metrics",
+    "nest",
     "optimizers",
     "testing",
 )  # the public ones

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist import cluster, data, elastic, experimental, optimizers, testing
+from mpidist import (
+    cluster,
+    data,
+    elastic,
+    experimental,
+    metrics,
+    nest,
+    optimizers,
+    testing,
+)
 
 PREFIXES = {
     mpidist: "",
@@ -18,6 +27,8 @@ PREFIXES = {
     data: "data.",
     elastic: "elastic.",
     experimental: "experimental.",
+    metrics: "metrics.",
+    nest: "nest.",
     optimizers: "optimizers.",
     testing: "testing.",
 }
@@ -28,6 +39,10 @@ COLLECTIVE = {
     "timeline",
     "compute_average_loss",
     "global_batch_size",
+    "metrics.Mean.reset_state",
+    "metrics.Mean.reset_states",
+    "metrics.Mean.result",
+    "metrics.Mean.update_state",
     "optimizers.Optimizer.apply_gradients",
     "optimizers.Optimizer.build",
     "CollectiveAllReduce.batch_reduce_implementation",

@@ -1,0 +1,114 @@
+"""A checkpoint that is restored before the optimizer has made its variables."""
+
+import numpy as np
+import pytest
+from replicas import own, raises_everywhere, this_replica
+
+import mpidist
+from mpidist.optimizers import Adam
+
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
+
+
+def parts(strategy, shape=(5,), **kwargs):
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(shape), name="v")
+        w = mpidist.Variable(np.float32(0), name="w")
+    optimizer = Adam(0.1, **kwargs)
+    checkpoint = mpidist.Checkpoint(optimizer=optimizer, weights=[v, w])
+    return checkpoint, optimizer, v, w
+
+
+def step(strategy, optimizer, v, w):
+    def replica():
+        rows = [np.full(v.shape, 1.0 + this_replica()), np.float32(this_replica())]
+        optimizer.apply_gradients(zip(rows, [v, w], strict=True))
+
+    strategy.run(replica)
+    return v.numpy(), w.numpy()
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("built_by", ["step", "build", "merge_call"])
+def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
+    checkpoint, *rest = parts(strategy)
+    for _ in range(3):
+        step(strategy, *rest)
+    checkpoint.save(folder / "c")
+    expected = step(strategy, *rest)
+
+    checkpoint, optimizer, v, w = parts(strategy, shard_state=shard)
+    status = checkpoint.restore(folder / "c")
+    assert list(status) == ["weights/0", "weights/1"]
+    status.assert_existing_objects_matched()
+    with pytest.raises(AssertionError, match=r"'optimizer' .*optimizer\.build"):
+        status.assert_consumed()
+    if built_by == "build":
+        optimizer.build([v, w])
+        assert int(optimizer.iterations) == 3
+    elif built_by == "merge_call":
+        strategy.run(
+            lambda: mpidist.get_replica_context().merge_call(
+                lambda _: optimizer.build([v, w]) and None
+            )
+        )
+    for x, y in zip(step(strategy, optimizer, v, w), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert int(optimizer.iterations) == 4
+    mpidist.check_in_sync([v, w])
+
+
+def test_managers_restore_it_too(strategy, folder):
+    checkpoint, *rest = parts(strategy)
+    step(strategy, *rest)
+    mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2).save()
+    checkpoint, optimizer, v, w = parts(strategy)
+    manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2)
+    assert manager.restore_or_initialize()
+    optimizer.build([v, w])
+    assert int(optimizer.iterations) == 1
+
+
+def test_what_does_not_match_is_an_error_when_it_is_built(strategy, folder):
+    checkpoint, *rest = parts(strategy)
+    step(strategy, *rest)
+    checkpoint.save(folder / "c")
+
+    checkpoint, optimizer, v, w = parts(strategy)
+    checkpoint.restore(folder / "c")
+    for message in raises_everywhere(
+        mpidist.CheckpointError, lambda: optimizer.build([v])
+    ):
+        assert "'adam/momentum/w': expected nothing, got float32 ()" in message
+    optimizer.build([v, w])  # of the same checkpoint
+    assert int(optimizer.iterations) == 1
+
+    _, optimizer, v, w = parts(strategy, shape=(6,))
+    other = mpidist.Checkpoint(optimizer=optimizer)
+    other.restore(folder / "c", partial=True)
+    for message in raises_everywhere(
+        mpidist.CheckpointError, lambda: step(strategy, optimizer, v, w)
+    ):
+        assert "expected float64 (6,), got float64 (5,)" in message
+    assert own(strategy, v).shape == (6,)
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused_unless_partial(strategy, folder):
+    _, optimizer, v, w = parts(strategy)
+    mpidist.Checkpoint(weights=[v, w]).save(folder / "c")
+    checkpoint = mpidist.Checkpoint(optimizer=optimizer, weights=[v, w])
+    for message in raises_everywhere(
+        mpidist.CheckpointError, lambda: checkpoint.restore(folder / "c")
+    ):
+        assert "missing in the checkpoint: 'optimizer'" in message
+    checkpoint.restore(folder / "c", partial=True)
+    step(strategy, optimizer, v, w)
+    assert int(optimizer.iterations) == 1
+
+
+def test_it_cannot_be_saved_before_it_is_built(strategy, folder):
+    checkpoint, *_ = parts(strategy)
+    for message in raises_everywhere(
+        RuntimeError, lambda: checkpoint.save(folder / "c")
+    ):
+        assert "optimizer.build(variables)" in message

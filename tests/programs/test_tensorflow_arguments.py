@@ -1,0 +1,133 @@
+"""Arguments of TensorFlow's functions: as there, or an error with the line to write."""
+
+import warnings
+
+import numpy as np
+import pytest
+from replicas import from_replicas, raises_everywhere
+
+import mpidist
+from mpidist.optimizers import SGD, clip_by_global_norm
+
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2)]
+
+
+@pytest.fixture
+def v(strategy):
+    with strategy.scope():
+        return mpidist.Variable(np.zeros(3), name="v")
+
+
+def test_the_number_of_gpus_is_that_of_the_ranks(strategy):
+    for n, line in ((3, "mpirun -n 3"), (0, "mpirun -n 1")):
+        for message in raises_everywhere(
+            ValueError, lambda n=n: mpidist.MirroredStrategy(num_gpus=n)
+        ):
+            assert line in message
+    for arguments in ({"devices": ["CPU"] * 2}, {"cross_device_ops": 1}):
+        raises_everywhere(
+            TypeError,
+            lambda kwargs=arguments: mpidist.MirroredStrategy(num_gpus=True, **kwargs),
+        )
+
+
+def test_local_results_of_a_mirrored_strategy_warn_once(strategy):
+    mirrored = mpidist.MirroredStrategy()
+    for made, warns in ((strategy, False), (mirrored, True), (mirrored, False)):
+        value = from_replicas(made, lambda i: float(i))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert made.experimental_local_results(3) == (3,)
+            assert made.experimental_local_results(value) == (made.replica_id,)
+        assert len(caught) <= 1  # threads share the list
+        if not warns:
+            assert all("all 2 replicas" in str(w.message) for w in caught)
+    mirrored.close()
+
+
+def test_the_axes_of_reduce_can_be_a_list(strategy):
+    value = from_replicas(strategy, lambda i: np.full((2, 3), i + 1.0))
+    np.testing.assert_array_equal(strategy.reduce("SUM", value, axis=[0]), [6.0] * 3)
+    assert strategy.reduce("SUM", value, axis=[0, 1]) == 18.0
+    raises_everywhere(TypeError, lambda: strategy.reduce("SUM", value, axis=["0"]))
+
+
+def test_a_shape_that_may_change_is_refused(strategy):
+    with strategy.scope():
+        mpidist.Variable(0.0, validate_shape=True)
+        for message in raises_everywhere(
+            TypeError,
+            lambda: mpidist.Variable(0.0, shape=None, validate_shape=False),
+        ):
+            assert "its shape is fixed: write `mpidist.Variable(value)`" in message
+
+
+def test_the_global_step_is_counted(strategy, v):
+    with strategy.scope():
+        step = mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")
+    optimizer = SGD(0.5)
+
+    def replica():
+        optimizer.apply_gradients([(np.ones(3), v)], global_step=step)
+
+    strategy.run(replica)
+    with strategy.scope():
+        optimizer.apply_gradients([(np.ones(3), v)], global_step=step)
+    assert int(step) == int(optimizer.iterations) == 2
+    np.testing.assert_array_equal(v, [-1.5] * 3)
+    for wrong, what in ((3, "`global_step` to be"), (True, "`global_step` to be")):
+        for message in raises_everywhere(
+            TypeError,
+            lambda x=wrong: optimizer.apply_gradients([(v, v)], global_step=x),
+        ):
+            assert what in message
+    # The second argument of TensorFlow 1; it is the name in Keras.
+    for message in raises_everywhere(
+        TypeError, lambda: optimizer.apply_gradients([(np.ones(3), v)], step)
+    ):
+        assert "write `global_step=step`" in message
+    assert int(step) == int(optimizer.iterations) == 2
+
+
+def test_learning_rates_without_the_step_and_of_variables(strategy, v):
+    rates = iter([1.0, 0.5])
+    optimizer = SGD(lambda: 1.0)
+    with strategy.scope():
+        optimizer.apply_gradients([(np.ones(3), v)])
+        optimizer.learning_rate = lambda: next(rates)
+        optimizer.apply_gradients([(np.ones(3), v)])
+        optimizer.learning_rate = lambda step=7: 10.0 * step
+        assert float(optimizer.learning_rate) == 20.0
+        rate = mpidist.Variable(0.25, name="rate")
+    np.testing.assert_array_equal(v, [-2.0] * 3)
+    for message in raises_everywhere(TypeError, lambda: SGD(rate)):
+        assert "'rate'" in message
+        assert "`learning_rate=lambda step: float(variable)`" in message
+    optimizer.learning_rate.assign(rate)  # a copy, as in TensorFlow
+    rate.assign(3.0)
+    assert float(optimizer.learning_rate) == 0.25
+
+
+def test_a_global_norm_that_is_known(strategy):
+    (clipped,), norm = clip_by_global_norm([np.ones(4)], 1.0, np.float32(4.0))
+    assert norm == 4.0
+    np.testing.assert_array_equal(clipped, np.full(4, 0.25))
+    with pytest.raises(TypeError, match="use_norm"):
+        clip_by_global_norm([np.ones(4)], 1.0, use_norm="x")
+
+
+@pytest.mark.parametrize("error", [StopIteration, mpidist.data.OutOfRangeError])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_end_of_next_is_both_errors(strategy, error, distributed):
+    data = mpidist.data.Dataset.range(4).batch(2)
+    if distributed:
+        data = strategy.experimental_distribute_dataset(data)
+    iterator = iter(data)
+    assert len(list(iterator)) == 2
+    with pytest.raises(error, match=r"next\(iterator\): the input has ended, after 2"):
+        next(iterator)
+
+    def rest():
+        yield from iterator
+
+    assert list(rest()) == []

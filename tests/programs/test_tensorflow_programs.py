@@ -1,0 +1,33 @@
+"""Programs like those of TensorFlow's tutorials and guides, ported by the script alone.
+
+They check their results themselves, for any number of replicas.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+PROGRAMS = sorted(Path(__file__).with_name("tensorflow").glob("*.py"))
+
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2)]
+
+
+def ported(path, script):
+    done = subprocess.run(
+        ["sed", "-E", "-f", "-", path], input=script, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# One value of each process, where one process has all.
+@pytest.mark.filterwarnings("ignore:.*experimental_local_results:RuntimeWarning")
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_it_runs_and_is_right(path, strategy, folder):
+    page = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
+    text = ported(path, re.search(r"```sed\n(.*?)```", page, re.DOTALL)[1])
+    assert not re.search(r"\btf\.|\btensorflow\b", text.partition('"""\n')[2])
+    exec(compile(text, path, "exec"), {"__name__": "__main__", "FOLDER": str(folder)})
