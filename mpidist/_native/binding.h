@@ -69,7 +69,7 @@ typedef struct Between {
   Py_buffer sent, received; /* elements: a header each, and room for a payload */
   int rank, size;
   int merges; /* MPI merges the elements of all into one; otherwise all have those of all */
-  size_t room;
+  size_t room, share; /* of a payload; of a rank's part of one that all gather */
   int64_t key;                       /* by which `md_between_op` finds it */
   void *request, *status;            /* an MPI_Request and an MPI_Status */
   int (*mpi_start)(void *), (*mpi_test)(void *, int *, void *);
@@ -147,9 +147,6 @@ typedef struct {
   int counts;     /* whether the channel counts it */
 } Reduce;
 
-/* Whether a call was broken off while MPI was moving data: MPI may still write to the results,
-   and read the arrays. */
-int is_abandoned(const Reduce *self);
 /* Reduce the one leaf with its header, from and to C-contiguous, aligned memory; return the
    status, or -1 with an exception. */
 int reduce_one(Reduce *self, const void *source, void *result);
@@ -172,12 +169,18 @@ typedef struct {
   int held;         /* views in use */
   uint32_t number;                 /* of the header with the lengths */
   long long fingerprint, patience; /* of calls that name no others */
+  char filled;                     /* whether the last call has filled its results */
+  md_leaf whole; /* where headers are merged: the parts of all ranks */
+  md_nest nest;  /* which it is */
 } Gather;
 
-/* Gather the one leaf, C-contiguous and of this length on this rank, if it fits its header;
-   return the status, or -1 with an exception. */
-int gather_one(Gather *self, const void *source, Py_ssize_t length);
-/* The length of the result, then; -1: the array of some rank did not fit. */
+/* The length of the result for which `gather_one` needs memory, with the one leaf of this length;
+   0: it travels with its header. */
+Py_ssize_t gather_needs(const Gather *self, Py_ssize_t length);
+/* Gather the one leaf, C-contiguous and of this length on this rank; return the status, or -1 with
+   an exception.  If `filled` is set then, the result is in `result`. */
+int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result);
+/* The length of the result otherwise; -1: the array of some rank did not fit. */
 Py_ssize_t gathered_length(const Gather *self);
 void gather_to(const Gather *self, int leaf, unsigned char *out);
 
@@ -213,7 +216,8 @@ int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS])
 md_header header_with(const long long words[WORDS], double start, double *last);
 PyObject *verdict_of(const md_verdict *verdict);
 /* Exchange a header, with what is in its room, or with `small`; return the status, or -1 with an
-   exception.  `keeper` keeps the nest of `small`.  The second counts `nbytes`. */
+   exception.  `keeper` keeps the nest of `small`, whose sources and results may be NULL: they are in
+   the room.  The second counts `nbytes`. */
 int between_meet(Between *self, const long long words[WORDS], const md_small *small,
                  PyObject *keeper);
 int between_reduce(Between *self, long long fingerprint, long long patience,
@@ -221,9 +225,15 @@ int between_reduce(Between *self, long long fingerprint, long long patience,
                    PyObject *keeper);
 /* Allocate what `plan` needs; -1: an exception. */
 int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest);
-/* The room for this rank's payload, and what came from a rank. */
-unsigned char *between_room(const Between *self);
-const unsigned char *between_payload(const Between *self, int rank);
+/* The room for this rank's part of a payload that all gather, and the part of a rank: where headers
+   are merged each has a share of the room, and the others leave it 0. */
+unsigned char *between_own_part(const Between *self);
+const unsigned char *between_part(const Between *self, int rank);
+/* Gather `nbytes` of each rank behind a header; -1: an exception. */
+int between_gather(Between *self, const void *from, void *rows, size_t nbytes);
+/* Whether a call was broken off while MPI was moving data: MPI may still write to its results, and
+   read its arrays. */
+int is_abandoned(const Between *self);
 void md_between_op(void *from, void *to, int *len, void *datatype);
 
 #endif

@@ -43,12 +43,18 @@ static unsigned char *payload_of(const Between *self, int rank) {
          sizeof(md_header);
 }
 
-const unsigned char *between_payload(const Between *self, int rank) {
-  return payload_of(self, rank);
+const unsigned char *between_part(const Between *self, int rank) {
+  return payload_of(self, rank) + (self->merges ? (size_t)rank * self->share : 0);
 }
 
-unsigned char *between_room(const Between *self) {
+static unsigned char *room_of(const Between *self) {
   return (unsigned char *)self->sent.buf + sizeof(md_header);
+}
+
+unsigned char *between_own_part(const Between *self) {
+  if (!self->merges) return room_of(self);
+  memset(room_of(self), 0, self->room);
+  return room_of(self) + (size_t)self->rank * self->share;
 }
 
 static void add_payload(const md_nest *nest, const unsigned char *a, unsigned char *b) {
@@ -288,6 +294,29 @@ static int start_moving(Between *self, const MovePlan *plan, const md_nest *nest
   return 0;
 }
 
+/* Wait for data that were started, unless something went wrong; -1: an exception. */
+static int end_moving(Between *self, int wrong) {
+  if (!wrong && self->active) wrong = wait_for_all(self);
+  if (wrong) {
+    self->active = self->active ? self->active : 1; /* no other header: MPI may use memory */
+    return -1;
+  }
+  self->moves = 0;
+  return 0;
+}
+
+static void begin_moving(Between *self) {
+  self->active = self->next = 0;
+  self->moves = 1;
+}
+
+int between_gather(Between *self, const void *from, void *rows, size_t nbytes) {
+  self->busy = 1;
+  self->start = now();
+  begin_moving(self);
+  return end(self, end_moving(self, start_gather(self, from, rows, nbytes)));
+}
+
 /* Reduce a nest that had no room behind its header; -1: an exception. */
 static int move(Between *self, const MovePlan *plan, const md_small *small) {
   const md_nest *nest = small->nest;
@@ -303,18 +332,12 @@ static int move(Between *self, const MovePlan *plan, const md_small *small) {
   size_t row = nest->count > 1 ? nest->nbytes : nest->leaves[0].nbytes;
   for (int r = 0; r < self->size; r++)
     payloads[r] = to + (plan->gathers ? (size_t)r * row : 0);
-  self->active = self->next = 0;
-  self->moves = 1;
+  begin_moving(self);
   /* The sums are MPI's own: they must not depend on the state of this thread. */
   md_float_state before = md_enter_default_state();
-  int wrong = start_moving(self, plan, nest, from, to, row);
-  if (!wrong && self->active) wrong = wait_for_all(self);
+  int wrong = end_moving(self, start_moving(self, plan, nest, from, to, row));
   md_leave_default_state(before);
-  if (wrong) {
-    self->active = self->active ? self->active : 1; /* no other header: MPI may use memory */
-    return -1;
-  }
-  self->moves = 0;
+  if (wrong) return -1;
   take_sum(self, small, payloads, !plan->gathers);
   return 0;
 }
@@ -323,11 +346,11 @@ int between_meet(Between *self, const long long words[WORDS], const md_small *sm
                  PyObject *keeper) {
   if (begin(self)) return -1;
   md_header header = header_with(words, self->start, &self->last);
-  if (small) md_small_put(small, between_room(self));
+  if (small && small->sources) md_small_put(small, room_of(self));
   if (publish(self, &header, small ? small->nest : NULL, keeper) || wait_for_all(self))
     return end(self, -1);
   int status = judge(self);
-  if (status == MD_OK && small) take_payload(self, small);
+  if (status == MD_OK && small && small->results) take_payload(self, small);
   return end(self, status);
 }
 
@@ -434,6 +457,7 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   self->rank = rank;
   self->size = size;
   self->room = element - sizeof(md_header);
+  self->share = self->merges ? self->room / (size_t)size / 8 * 8 : self->room;
   self->first_tests = tests;
   self->last = now();
   self->request = (void *)(uintptr_t)request;
@@ -481,6 +505,7 @@ static PyObject *Between_get(Between *self, void *closure) {
     case 'v': return verdict_of(&self->verdict);
     case 'l': return PyFloat_FromDouble(now() - self->last);
     case 'm': return PyLong_FromSize_t(self->room);
+    case 's': return PyLong_FromSize_t(self->share);
     case 'a': return PyBool_FromLong(self->active);
     case 'd': return PyBool_FromLong(self->moves);
     case 'e': return PyBool_FromLong(self->merges);
@@ -527,6 +552,8 @@ static PyGetSetDef Between_fields[] = {
      "What all ranks make of the last header; see `Channel`.", "v"},
     {"lateness", (getter)Between_get, NULL, "Seconds since the last header began.", "l"},
     {"room", (getter)Between_get, NULL, "The most bytes of a payload.", "m"},
+    {"share", (getter)Between_get, NULL, "That of this rank's part of one that all gather.",
+     "s"},
     {"moves", (getter)Between_get, NULL, "Whether the data of a call is in progress.", "d"},
     {"active", (getter)Between_get, NULL, "Whether a header is in progress.", "a"},
     {"merges", (getter)Between_get, NULL, "Whether MPI merges the headers.", "e"},

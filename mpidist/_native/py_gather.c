@@ -2,11 +2,11 @@
    one node, or between ranks that share none. */
 #include "binding.h"
 
-static size_t gather_head(const Gather *self) {
-  return ((size_t)self->count * 8 + MD_LINE - 1) / MD_LINE * MD_LINE;
-}
+#include <structmember.h>
 
-static size_t align16(size_t n) { return (n + 15) / 16 * 16; }
+static size_t gather_head(const Gather *self) { return (size_t)self->count * 8; }
+
+static size_t align8(size_t n) { return (n + 7) / 8 * 8; }
 
 static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", NULL};
@@ -20,8 +20,8 @@ static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
     return -1;
   }
   self->count = (int)PyList_GET_SIZE(leaves);
-  size_t most = between ? ((Between *)channel)->room : MD_EAGER_BYTES;
-  if (self->leaves || gather_head(self) > most || (between && ((Between *)channel)->merges)) {
+  size_t most = between ? ((Between *)channel)->share : MD_EAGER_BYTES;
+  if (self->leaves || gather_head(self) > most) {
     PyErr_SetString(PyExc_ValueError, "Gather: no room for so many leaves");
     return -1;
   }
@@ -39,8 +39,13 @@ static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTuple(PyList_GET_ITEM(leaves, i), "nn", &before, &row)) return -1;
     self->leaves[i] = (GatherLeaf){(size_t)before, (size_t)row};
   }
-  if (between) self->between = (Between *)Py_NewRef(channel);
-  else self->channel = (Channel *)Py_NewRef(channel);
+  if (between) {
+    self->between = (Between *)Py_NewRef(channel);
+    /* Where the others leave 0 the largest byte is that of the rank. */
+    self->whole = (md_leaf){.nbytes = most * (size_t)self->between->size,
+                            .kernel = md_find_kernel("u1", MD_MAX)};
+    self->nest = (md_nest){.count = 1, .nbytes = self->whole.nbytes, .leaves = &self->whole};
+  } else self->channel = (Channel *)Py_NewRef(channel);
   return 0;
 }
 
@@ -64,11 +69,11 @@ static void Gather_dealloc(Gather *self) {
    cores, a step costs more than that. */
 static int gather_fits(const Gather *self, const int64_t *lengths) {
   size_t most;
-  if (self->between) most = self->between->room;
+  if (self->between) most = self->between->share;
   else most = self->channel->channel.tree ? MD_EAGER_BYTES : MD_EAGER_BYTES / 4;
   size_t at = gather_head(self);
   for (int i = 0; i < self->count; i++) {
-    at += align16(self->leaves[i].before * self->leaves[i].row * (size_t)lengths[i]);
+    at += align8(self->leaves[i].before * self->leaves[i].row * (size_t)lengths[i]);
     if (at > most) return 0;
   }
   return 1;
@@ -84,16 +89,17 @@ static const md_verdict *last_verdict(const Gather *self) {
 
 /* What came from a rank with the last header. */
 static const unsigned char *gather_slot(const Gather *self, int rank) {
-  if (self->between) return between_payload(self->between, rank);
+  if (self->between) return between_part(self->between, rank);
   return self->channel->channel.parts[rank]->eager[self->number & 1];
 }
 
 /* Where this rank's part of the next header goes; NULL: an exception. */
 static unsigned char *begin_slot(Gather *self) {
+  self->filled = 0;
   if (self->between)
     return require_idle(self->between->busy || self->between->active)
                ? NULL
-               : between_room(self->between);
+               : between_own_part(self->between);
   if (begin_call(self->channel)) return NULL;
   md_channel *ch = &self->channel->channel;
   self->number = ch->headers + 1;
@@ -116,7 +122,8 @@ static int exchange(Gather *self, const unsigned char *slot, int fits, long long
   const long long words[WORDS] = {0,     fingerprint, (long long)(hash >> 1), !fits, patience,
                                   result_offset};
   if (self->between) {
-    int status = between_meet(self->between, words, NULL, NULL);
+    const md_small in_room = {&self->nest, NULL, NULL};
+    int status = between_meet(self->between, words, &in_room, (PyObject *)self);
     if (status == MD_OK && !self->between->verdict.largest) {
       self->between->gathers++;
       self->between->gathered += payload;
@@ -136,7 +143,33 @@ static int finish_gather(Gather *self, int status) {
   return self->between ? status : finish_call(self->channel, status);
 }
 
-int gather_one(Gather *self, const void *source, Py_ssize_t length) {
+/* Whether MPI gathers the one leaf as it is, and all know it by the last header. */
+static int is_one_block(const Gather *self) {
+  return self->between && self->count == 1 && self->leaves[0].before == 1;
+}
+
+Py_ssize_t gather_needs(const Gather *self, Py_ssize_t length) {
+  const int64_t lengths[] = {length};
+  if (!is_one_block(self) || gather_fits(self, lengths)) return 0;
+  return length * self->between->size;
+}
+
+/* Gather the one leaf behind a header, if it did not fit, and is of one length on all ranks; -1: an
+   exception. */
+static int fill(Gather *self, const void *source, void *result) {
+  if (!result || !is_one_block(self) || !last_verdict(self)->largest) return 0;
+  int64_t length = *(const int64_t *)gather_slot(self, self->between->rank);
+  for (int r = 0; r < self->between->size; r++)
+    if (*(const int64_t *)gather_slot(self, r) != length) return 0;
+  size_t nbytes = self->leaves[0].row * (size_t)length;
+  if (between_gather(self->between, source, result, nbytes)) return -1;
+  self->filled = 1;
+  self->between->gathers++;
+  self->between->gathered += nbytes;
+  return 0;
+}
+
+int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result) {
   unsigned char *slot = begin_slot(self);
   if (!slot) return -1;
   int64_t *lengths = (int64_t *)slot;
@@ -146,6 +179,7 @@ int gather_one(Gather *self, const void *source, Py_ssize_t length) {
     memcpy(slot + gather_head(self), source,
            self->leaves[0].before * self->leaves[0].row * (size_t)length);
   int status = exchange(self, slot, fits, self->fingerprint, self->patience, MD_NOWHERE);
+  if (status == MD_OK && fill(self, source, result)) return -1;
   return finish_gather(self, status);
 }
 
@@ -171,7 +205,7 @@ Py_ssize_t gathered_length(const Gather *self) {
 static size_t leaf_start(const Gather *self, const int64_t *lengths, int i) {
   size_t at = gather_head(self);
   for (int k = 0; k < i; k++)
-    at += align16(self->leaves[k].before * self->leaves[k].row * (size_t)lengths[k]);
+    at += align8(self->leaves[k].before * self->leaves[k].row * (size_t)lengths[k]);
   return at;
 }
 
@@ -243,8 +277,21 @@ static int spread(Gather *self) {
   return md_spread(ch, self->parts, self->count);
 }
 
+/* Get the memory for the result of the one leaf, of the length of this rank's on all; -1: an
+   exception. */
+static int get_result(Gather *self, PyObject *result) {
+  Py_buffer *view = &self->views[self->count];
+  if (PyObject_GetBuffer(result, view, PyBUF_WRITABLE)) return -1;
+  self->held++;
+  size_t nbytes = (size_t)gather_needs(self, self->lengths[0]) * self->leaves[0].row;
+  if ((size_t)view->len == nbytes) return 0;
+  PyErr_Format(PyExc_TypeError, "Gather: the result has %zd bytes, expected %zu", view->len,
+               nbytes);
+  return -1;
+}
+
 static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
-  if (count != 5) return PyErr_Format(PyExc_TypeError, "meet: expected 5 arguments");
+  if (count != 6) return PyErr_Format(PyExc_TypeError, "meet: expected 6 arguments");
   long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
   long long result_offset = PyLong_AsLongLong(args[4]);
   if (PyErr_Occurred() || parse_lengths(self, args[1])) return NULL;
@@ -252,20 +299,25 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
   unsigned char *slot;
   if (get_views(self, args[0])) {
     result = other_arrays();
-  } else if ((slot = begin_slot(self))) {
+  } else if ((args[5] == Py_None || !get_result(self, args[5])) && (slot = begin_slot(self))) {
     memcpy(slot, self->lengths, (size_t)self->count * sizeof *self->lengths);
     size_t at = gather_head(self);
     int fits = gather_fits(self, self->lengths);
     for (int i = 0; fits && i < self->count; i++) {
       memcpy(slot + at, self->views[i].buf, (size_t)self->views[i].len);
-      at += align16((size_t)self->views[i].len);
+      at += align8((size_t)self->views[i].len);
     }
     int status = exchange(self, slot, fits, fingerprint, patience, result_offset);
-    if (status == MD_OK && has_room(self)) status = spread(self);
-    status = finish_gather(self, status);
+    if (status == MD_OK && has_room(self)) {
+      status = spread(self);
+      self->filled = status == MD_OK;
+    }
+    void *memory = self->held > self->count ? self->views[self->count].buf : NULL;
+    if (status == MD_OK && fill(self, self->views[0].buf, memory)) status = -1;
+    else status = finish_gather(self, status);
     if (status >= 0) result = PyLong_FromLong(status);
   }
-  release_views(self);
+  if (!is_abandoned(self->between)) release_views(self);
   return result;
 }
 
@@ -340,11 +392,12 @@ static PyObject *Gather_get(Gather *self, PyObject *results) {
 
 static PyMethodDef Gather_methods[] = {
     {"meet", (PyCFunction)(void *)Gather_meet, METH_FASTCALL,
-     "meet(arrays, lengths, fingerprint, patience_ms, result_offset)\n--\n\n"
+     "meet(arrays, lengths, fingerprint, patience_ms, result_offset, result)\n--\n\n"
      "Publish this rank's arrays, or where they are large their lengths; return a status.\n\n"
      "None, and nothing was sent, where the arrays are not contiguous.  If all ranks have the\n"
-     "same lengths, and memory for the results at `result_offset`, large arrays are there then.\n"
-     "Of the verdict, largest says whether some rank's arrays were large."},
+     "same lengths, and memory for the results at `result_offset`, or for that of the one leaf in\n"
+     "`result` (or None), large arrays are there then: `filled`.  Of the verdict, largest says\n"
+     "whether some rank's arrays were large."},
     {"spread", (PyCFunction)Gather_spread, METH_O,
      "spread(arrays)\n--\n\n"
      "Write the arrays of the last `meet` to the results of all ranks, which a header after it\n"
@@ -362,6 +415,10 @@ static PyMethodDef Gather_methods[] = {
     {"get", (PyCFunction)Gather_get, METH_O,
      "get(results)\n--\n\nCopy the arrays of all ranks into the results, where all did fit."},
     {NULL}};
+static PyMemberDef Gather_members[] = {
+    {"filled", T_BOOL, offsetof(Gather, filled), READONLY,
+     "Whether the last `meet` has filled the results."},
+    {NULL}};
 PyTypeObject GatherType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Gather",
     .tp_doc =
@@ -372,4 +429,5 @@ PyTypeObject GatherType = {
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Gather_init,
     .tp_dealloc = (destructor)Gather_dealloc,
-    .tp_methods = Gather_methods};
+    .tp_methods = Gather_methods,
+    .tp_members = Gather_members};

@@ -277,9 +277,7 @@ static int reduce_small(Reduce *self, const void *const *sources, void *const *r
   return finish_reduction(self, md_meet(&self->channel->channel, &header, &small));
 }
 
-int is_abandoned(const Reduce *self) {
-  return self->between && self->between->moves && self->between->active;
-}
+int is_abandoned(const Between *self) { return self && self->moves && self->active; }
 
 int reduce_one(Reduce *self, const void *source, void *result) {
   return reduce_small(self, &source, &result, self->fingerprint, self->patience);
@@ -314,7 +312,7 @@ static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t co
     int status = reduce_small(self, self->sources, self->results, fingerprint, patience);
     if (status >= 0) result = PyLong_FromLong(status);
   }
-  if (!is_abandoned(self)) release_views(self);
+  if (!is_abandoned(self->between)) release_views(self);
   return result;
 }
 

@@ -25,6 +25,11 @@ for odd in {0, size - 1}:
         assert "(128,)" in str(error), error
         assert "(130,)" in str(error), error
         print("differs\\n", end="", flush=True)
+    counts = [200 if k == odd else 1 for k in range(size)]
+    x = np.full(counts[rank], float(rank))
+    rows = strategy.run(lambda: mpidist.get_replica_context().all_gather(x, 0))
+    (rows,) = strategy.experimental_local_results(rows)
+    assert rows.tolist() == np.repeat(np.arange(size), counts).tolist(), odd
 x = np.full(130, rank + 1.0)
 total = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", x))
 (total,) = strategy.experimental_local_results(total)

@@ -43,6 +43,7 @@ BYTE = 7
 DTYPES = {21: np.dtype("f4"), 22: np.dtype("f8"), 23: np.dtype("i4")}
 OPS = {31: np.add, 32: np.maximum}
 COMM_OF_RANK_0 = 100
+_WAYS = [(2, False), (2, True), (3, True)]  # ranks, and whether headers are merged
 
 
 class MPIError(Exception):
@@ -422,20 +423,23 @@ def test_a_small_array_is_reduced_without_python(merges: bool) -> None:
     assert ended == [core.DIFFERENT] * 2
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_arrays_are_gathered_with_their_header(size: int) -> None:
-    world = World(size)
+@pytest.mark.parametrize(("size", "merges"), [*_WAYS, (1, False)])
+def test_arrays_are_gathered_with_their_header(size: int, merges: bool) -> None:
+    world = World(size, merges)
+    share = ROOM // size // 8 * 8 if merges else ROOM
+    assert world.ranks[0].share == share
 
     def body(rank: int) -> Any:
         gather = core.Gather(world.ranks[rank], [(1, 8)])
         x = np.arange(rank + 1) + 10 * rank
-        assert gather.meet([x], (x.size,), 3, 0, core.NOWHERE) == core.OK
+        assert gathered(gather, x, None) == core.OK
         assert gather.lengths() == [(k + 1,) for k in range(size)]
         out = np.empty(size * (size + 1) // 2, int)
         gather.get([out])
-        large = np.ones(ROOM // 8 if rank == 0 else 1)
-        assert not gather.fits((ROOM // 8,))
-        assert gather.meet([large], (large.size,), 3, 0, core.NOWHERE) == core.OK
+        large = np.ones(share // 8 if rank == 0 else 1)
+        assert gather.fits((share // 8 - 1,))
+        assert not gather.fits((share // 8,))
+        assert gathered(gather, large, None) == core.OK
         assert gather.totals() is None
         counts = world.ranks[rank].gathers, world.ranks[rank].gathered
         return out.tolist(), counts
@@ -443,6 +447,35 @@ def test_arrays_are_gathered_with_their_header(size: int) -> None:
     every = [10 * k + i for k in range(size) for i in range(k + 1)]
     want = [(every, (1, 8 * (rank + 1))) for rank in range(size)]
     assert in_threads(world, body) == want
+
+
+@pytest.mark.parametrize(("size", "merges"), _WAYS)
+def test_a_block_is_gathered_behind_its_header(size: int, merges: bool) -> None:
+    world = World(size, merges)
+
+    def body(rank: int) -> Any:
+        gather = core.Gather(world.ranks[rank], [(1, 8)])
+        one = np.full(ROOM, float(rank))
+        out = np.zeros((size, ROOM))
+        with pytest.raises(TypeError, match="the result has 8 bytes"):
+            gathered(gather, one, np.zeros(1))
+        assert gathered(gather, one, out) == core.OK
+        assert gather.filled
+        assert (
+            gathered(gather, one[: ROOM - rank], out[:, : ROOM - rank].copy())
+            == core.OK
+        )
+        assert not gather.filled  # of several lengths
+        assert gathered(gather, one[:1], None) == core.OK
+        assert not gather.filled  # it has come with the header
+        return out.tolist(), world.ranks[rank].iallgathers
+
+    want = [[float(rank)] * ROOM for rank in range(size)]
+    assert in_threads(world, body) == [(want, 1)] * size
+
+
+def gathered(gather: Any, x: Any, result: Any) -> Any:
+    return gather.meet([x], (x.size,), 3, 0, core.NOWHERE, result)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -464,8 +497,8 @@ def test_what_does_not_fit_is_refused() -> None:
         again.__init__(between, [("f8", "SUM", (1,), 0)])
     with pytest.raises(ValueError, match="no room"):
         core.Gather(between, [(1, 1)] * (ROOM // 8 + 1))
-    with pytest.raises(ValueError, match="no room"):  # nobody has the arrays of all
-        core.Gather(World(2, merges=True).ranks[0], [(1, 1)])
+    with pytest.raises(ValueError, match="no room"):
+        core.Gather(World(2, merges=True).ranks[0], [(1, 1)] * (ROOM // 16 + 1))
     with pytest.raises(RuntimeError, match="no arena"):
         core.Gather(between, [(1, 1)]).spread([np.ones(1, np.uint8)])
     empty = core.Between.__new__(core.Between)
