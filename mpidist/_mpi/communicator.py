@@ -202,6 +202,7 @@ class Communicator:
         self.traffic: Traffic = Traffic()
         self.outlives_ranks: bool = survival.is_on()
         self._waiter = waiter
+        self._channel: _native.Between | None = None
         self._to_free: list[Callable[[], object]] = []
         self._when_freed: Callable[[], None] = _nothing
         self._dropped = False
@@ -293,6 +294,7 @@ class Communicator:
                 collective.free()
 
         self._to_free.append(free)
+        self._channel = channel
         self.traffic.add_core_calls(
             lambda: {
                 collective.name: channel.headers,
@@ -499,9 +501,12 @@ class Communicator:
         self.traffic.count("Ibcast", buffer.nbytes)
         self.traffic.count_mpi("Ibcast")
         try:
-            return _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
+            pending = _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
         except BaseException as error:
             raise self._waiter.failed(error) from None
+        if self._channel is not None:
+            pending.Test = functools.partial(self._channel.complete, pending.address)
+        return pending
 
     def start_send(self, data: bytes, receiver: int) -> Request:
         """Start sending a small message to one rank (`receive_any`). Not collective."""
@@ -548,14 +553,20 @@ class _Pending:
     once it had been collected (mpi4py 4.1.2).
     """
 
-    __slots__ = ("Test", "_buffer", "_read")
+    __slots__ = ("Test", "_buffer", "_read", "_request")
 
     def __init__(
         self, request: MpiRequest, read: Callable[[], bytes], buffer: HostArray
     ) -> None:
         self.Test: Callable[[], bool] = request.Test
+        self._request = request
         self._read = read
         self._buffer = buffer
+
+    @property
+    def address(self) -> int:
+        """Where MPI has its request."""
+        return int(mpi_module()._addressof(self._request))
 
     @property
     def result(self) -> bytes:

@@ -404,6 +404,27 @@ static PyObject *Between_Test(Between *self, PyObject *ignored) {
   return there < 0 ? NULL : PyBool_FromLong(there);
 }
 
+/* Of a request that is not of a header: a wait of Python's, without Python code while it is short. */
+static PyObject *Between_complete(Between *self, PyObject *address) {
+  void *request = PyLong_AsVoidPtr(address);
+  if (!request && PyErr_Occurred()) return NULL;
+  if (!self->owner) return PyErr_Format(PyExc_RuntimeError, "Between: it is not open");
+  for (int i = 0; i < YIELDS / 8; i++) { /* Python looks at its clock in between */
+    for (int k = 0; k < TESTS_BETWEEN; k++) {
+      int done = 0, code = self->mpi_test(request, &done, self->status);
+      if (code) {
+        failed(self, code);
+        return NULL;
+      }
+      if (done) Py_RETURN_TRUE;
+    }
+    Py_BEGIN_ALLOW_THREADS sched_yield();
+    Py_END_ALLOW_THREADS
+    if (PyErr_CheckSignals()) return NULL;
+  }
+  Py_RETURN_FALSE;
+}
+
 static PyObject *Between_missing(Between *self, PyObject *ignored) {
   (void)self, (void)ignored;
   return PyList_New(0);
@@ -524,6 +545,9 @@ static PyMethodDef Between_methods[] = {
      "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
     {"Test", (PyCFunction)Between_Test, METH_NOARGS,
      "Test()\n--\n\nWhether the last header has completed, as of an MPI request."},
+    {"complete", (PyCFunction)Between_complete, METH_O,
+     "complete(address)\n--\n\n"
+     "Return whether the MPI request there has completed, when it has, or after a while."},
     {"missing", (PyCFunction)Between_missing, METH_NOARGS,
      "missing()\n--\n\nReturn an empty list: a collective does not say who is missing."},
     {"leave", (PyCFunction)Between_leave, METH_NOARGS,

@@ -45,16 +45,14 @@ before = Counter(dict(rows()))
 strategy = mpidist.MPIStrategy()
 making = Counter(dict(rows())) - before
 if strategy.replica_id == 0:
-    print(json.dumps({"call": "MPIStrategy", "counted": making}), flush=True)
+    print(
+        json.dumps({"call": "making an `MPIStrategy`", "counted": making}), flush=True
+    )
 mib = 2**18  # float32
 
 
 def said() -> Counter[str]:
     return Counter(strategy.communication_statistics().mpi_calls)
-
-
-def in_replica(call: Callable[[mpidist.ReplicaContext], Any]) -> Callable[[], Any]:
-    return lambda: call(mpidist.get_replica_context())
 
 
 def zeros(count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -64,36 +62,63 @@ def zeros(count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 with strategy.scope():
     variable = mpidist.Variable(zeros(mib))
 
+
+def all_reduce(count: int) -> Callable[[], Any]:
+    return lambda: mpidist.get_replica_context().all_reduce("SUM", zeros(count))
+
+
+def all_gather(count: int) -> Callable[[], Any]:
+    return lambda: mpidist.get_replica_context().all_gather(zeros(count), 0)
+
+
+def merge_call(merge_fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: mpidist.get_replica_context().merge_call(merge_fn, args=args)
+
+
+def nothing() -> None: ...
+
+
+number = strategy.run(lambda: 1.0)
+row = strategy.run(lambda: zeros(1))
+
+# In a replica function.
 CALLS: dict[str, Callable[[], Any]] = {
-    "all_reduce of 4 B": in_replica(lambda ctx: ctx.all_reduce("SUM", zeros(1))),
-    "all_reduce of 1 MiB": in_replica(lambda ctx: ctx.all_reduce("SUM", zeros(mib))),
-    "all_reduce of 16 MiB": in_replica(
-        lambda ctx: ctx.all_reduce("SUM", zeros(16 * mib))
+    "`all_reduce` of 4 B": all_reduce(1),
+    "`all_reduce` of 64 KiB": all_reduce(mib // 16),
+    "`all_reduce` of 1 MiB": all_reduce(mib),
+    "`all_reduce` of 16 MiB": all_reduce(16 * mib),
+    "`all_gather` of 4 B": all_gather(1),
+    "`all_gather` of 1 MiB": all_gather(mib),
+    "`merge_call` that does nothing": merge_call(lambda strategy: None),
+    "`merge_call` with `reduce_to` of 1 MiB": merge_call(
+        lambda strategy, x: strategy.extended.reduce_to("SUM", x, "/gpu:0"), zeros(mib)
     ),
-    "all_gather of 4 B": in_replica(lambda ctx: ctx.all_gather(zeros(1), 0)),
-    "all_gather of 1 MiB": in_replica(lambda ctx: ctx.all_gather(zeros(mib), 0)),
-    "merge_call that does nothing": in_replica(
-        lambda ctx: ctx.merge_call(lambda strategy: None)
-    ),
-    "merge_call with reduce_to of 1 MiB": in_replica(
-        lambda ctx: ctx.merge_call(
-            lambda strategy, x: strategy.extended.reduce_to("SUM", x, "/gpu:0"),
-            args=(zeros(mib),),
-        )
-    ),
-    "merge_call with assign of 1 MiB": in_replica(
-        lambda ctx: ctx.merge_call(
-            lambda strategy, x: variable.assign(strategy.reduce("SUM", x, axis=None)),
-            args=(zeros(mib),),
-        )
+    "`merge_call` with `reduce` and `assign` of 1 MiB": merge_call(
+        lambda strategy, x: variable.assign(strategy.reduce("SUM", x, axis=None)),
+        zeros(mib),
     ),
 }
+# Outside of it.
+OTHERS: dict[str, Callable[[], Any]] = {
+    "`run` of a function that does nothing": lambda: strategy.run(nothing),
+    "`Strategy.reduce` of a number": lambda: strategy.reduce("SUM", number, axis=None),
+    "`Strategy.gather` of 4 B": lambda: strategy.gather(row, axis=0),
+    "`Variable.assign` of 1 MiB": lambda: variable.assign(zeros(mib)),
+}
 
-for name, call in CALLS.items():
-    strategy.run(call)  # plans are made, and buffers
+
+def count(name: str, call: Callable[[], Any]) -> None:
+    """Print what a call has called, the second time: plans are made, and buffers."""
+    call()
     before, said_before = Counter(dict(rows())), said()
-    strategy.run(call)
+    call()
     counted = Counter(dict(rows())) - before
     told = said() - said_before
     if strategy.replica_id == 0:
         print(json.dumps({"call": name, "counted": counted, "said": told}), flush=True)
+
+
+for name, call in OTHERS.items():
+    count(name, call)
+for name, call in CALLS.items():
+    strategy.run(count, args=(name, call))

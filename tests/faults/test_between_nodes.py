@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import left_over, run_ranks, shared_files
-from replicas import long_only
+from replicas import rarely
 
 pytestmark = pytest.mark.core
 
@@ -110,10 +110,10 @@ def run_job(tmp_path: Path, size: int, where: str, fault: str):
     return done
 
 
-SIZES = [3, pytest.param(9, marks=long_only)]
+SIZES = [3, rarely(9)]
 
 
-@pytest.mark.parametrize("where", ["header", "data", "blocking"])
+@pytest.mark.parametrize("where", ["data", rarely("header"), rarely("blocking")])
 def test_a_rank_that_is_killed_between_nodes(tmp_path, where):
     done = run_job(tmp_path, 3, where, "kill")
     assert done.returncode != 0, done
