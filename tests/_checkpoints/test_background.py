@@ -193,7 +193,7 @@ how = sys.argv[1]
 if how.startswith("alone"):
     weights = mpidist.Variable(np.arange(1000.0))
 else:
-    options = mpidist.experimental.CommunicationOptions(timeout_seconds=1.0)
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=2.0)
     strategy = mpidist.MPIStrategy(device="cpu", communication_options=options)
     with strategy.scope():
         weights = mpidist.Variable(np.arange(1000.0))

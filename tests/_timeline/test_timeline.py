@@ -78,7 +78,7 @@ class TestRecording:
                 else:
                     while len(list(folder.glob("* is there"))) < late:
                         time.sleep(0.01)
-                    time.sleep(0.3)
+                    time.sleep(1)  # in which the others come to the call
                 return all_reduce()
 
             strategy.run(step)
@@ -100,7 +100,7 @@ class TestRecording:
 
             def step():
                 if rank == size - 1:
-                    time.sleep(0.2)
+                    time.sleep(1)
                 x = np.ones(100_000)
                 handle = mpidist.get_replica_context().all_reduce_async("SUM", x)
                 handle.result()
