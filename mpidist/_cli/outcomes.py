@@ -36,20 +36,12 @@ class Note(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The line of one check, the same on all ranks."""
+    """The line of one check: what one rank has found, or the same on all ranks."""
 
     name: str
     state: str
     text: str
     advice: str = ""
-
-
-class _Finding(NamedTuple):
-    """What one rank found."""
-
-    state: str
-    text: str
-    advice: str
 
 
 def attempt(job: Job, name: str, check: Callable[[], str | Note]) -> Outcome:
@@ -63,15 +55,15 @@ def attempt(job: Job, name: str, check: Callable[[], str | Note]) -> Outcome:
     try:
         found = check()
         if isinstance(found, Note):
-            mine = _Finding(NOTE, *found)
+            mine = Outcome(name, NOTE, *found)
         else:
-            mine = _Finding(OK, found, "")
+            mine = Outcome(name, OK, found)
     except CheckFailedError as failure:
-        mine = _Finding(FAILED, str(failure), failure.advice)
+        mine = Outcome(name, FAILED, str(failure), failure.advice)
     except Exception as error:
         first_line = str(error).partition("\n")[0]
-        mine = _Finding(FAILED, f"{type(error).__name__}: {first_line}", BUG)
-    findings: list[_Finding] = job.comm.allgather(mine)
+        mine = Outcome(name, FAILED, f"{type(error).__name__}: {first_line}", BUG)
+    findings: list[Outcome] = job.comm.allgather(mine)
     for state in _ORDER:
         ranks = [rank for rank, one in enumerate(findings) if one.state == state]
         if ranks:
@@ -79,5 +71,5 @@ def attempt(job: Job, name: str, check: Callable[[], str | Note]) -> Outcome:
             where = f"{format_ranks(ranks)}: " if job.size > 1 else ""
             if len(ranks) == job.size and state == NOTE:
                 where = ""
-            return Outcome(name, state, where + first.text, first.advice)
-    return Outcome(name, OK, findings[0].text)
+            return dataclasses.replace(first, text=where + first.text)
+    return findings[0]

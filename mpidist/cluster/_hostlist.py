@@ -12,6 +12,8 @@ from typing import Final, NoReturn
 
 from mpidist._base.expect import expect
 
+# Text and brackets; else a bracket that is not closed, or one that closes none.
+_NAME: Final = re.compile(r"(?:[^][,\s]|\[[^][]*\])+|\[[^][]*\[?|\]")
 _RANGE: Final = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 _COUNT: Final = re.compile(r"\s*(\d+)\s*(?:\(x(\d+)\)\s*)?")
 _MOST: Final = 2**16  # of one range, as in SLURM
@@ -72,22 +74,13 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
 
 def _split(hostlist: str) -> list[str]:
     """Split at the commas and blanks outside brackets; leave out empty parts."""
-    parts, start, opened = [], 0, False
-    for end, character in enumerate(hostlist):
-        if character == "[":
-            if opened:
-                _fail(hostlist, "a bracket in a bracket")
-            opened = True
-        elif character == "]":
-            if not opened:
-                _fail(hostlist, "a ']' without its '['")
-            opened = False
-        elif not opened and (character == "," or character.isspace()):
-            parts.append(hostlist[start:end])
-            start = end + 1
-    if opened:
-        _fail(hostlist, "a '[' without its ']'")
-    return [part for part in (*parts, hostlist[start:]) if part]
+    parts: list[str] = _NAME.findall(hostlist)
+    for part in parts:
+        opened = part.count("[")
+        if opened != part.count("]"):
+            wrong = "a ']' without its '['", "a '[' without its ']'"
+            _fail(hostlist, "a bracket in a bracket" if opened > 1 else wrong[opened])
+    return parts
 
 
 def _numbers(ranges: str, hostlist: str) -> list[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -236,14 +236,12 @@ class Feed:
 
         ``number`` is the rows of this rank's batch plus one; 0: its input has ended.
         """
-        found = self.collectives.comm.all_gather_integers([number])
-        lines = by_value(
-            [other for (other,) in found],
+        return self._differing(
+            what,
+            number,
             lambda n: f"{n - 1} rows" if n else "the input has ended",
-        )
-        return (
-            f"{what} is not the same on all ranks:\n{lines}\n{_SAME_BATCHES}; for "
-            "inputs that differ write `strategy.distribute_datasets_from_function`"
+            "; for inputs that differ write "
+            "`strategy.distribute_datasets_from_function`",
         )
 
     def compare(self, what: str, call: Call, checksum: int) -> None:
@@ -251,27 +249,26 @@ class Feed:
 
         ``checksum`` is that of this rank's batch; 0: its input has ended.
         """
-        comm = self.collectives.comm
         asked = Call(f"{call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
-        if self.collectives.guard.agree_and_compare(asked, checksum):
-            return
-        with comm.traffic.timed():
-            sums = comm.all_gather_integers([checksum])
-        lines = by_value(
-            [other for (other,) in sums],
-            lambda x: f"checksum {x:x}" if x else "no batch",
-        )
-        raise ValueError(
-            on_rank(
-                comm.rank,
-                f"{what} is not the same on all ranks:\n{lines}\n{_SAME_BATCHES}. Give "
-                "every shuffle and every random function of the input the same seed on "
-                "all ranks",
+        if not self.collectives.guard.agree_and_compare(asked, checksum):
+            text = self._differing(
+                what,
+                checksum,
+                lambda x: f"checksum {x:x}" if x else "no batch",
+                ". Give every shuffle and every random function of the input the same "
+                "seed on all ranks",
             )
+            raise ValueError(on_rank(self.collectives.comm.rank, text))
+
+    def _differing(
+        self, what: str, own: int, show: Callable[[int], str], remedy: str
+    ) -> str:
+        comm = self.collectives.comm
+        with comm.traffic.timed():
+            found = comm.all_gather_integers([own])
+        lines = by_value([number for (number,) in found], show)
+        return (
+            f"{what} is not the same on all ranks:\n{lines}\n"
+            "`experimental_distribute_dataset` needs the same global batches on every "
+            f"rank, of which each replica gets its part{remedy}"
         )
-
-
-_SAME_BATCHES: Final = (
-    "`experimental_distribute_dataset` needs the same global batches on every rank, of "
-    "which each replica gets its part"
-)
