@@ -98,6 +98,7 @@ from mpidist._values.creators import variable_creator_scope as variable_creator_
 from mpidist._values.distributed import DistributedValues as DistributedValues
 from mpidist._values.distributed import Mirrored as Mirrored
 from mpidist._values.distributed import PerReplica as PerReplica
+from mpidist._values.module import Module as Module
 from mpidist._values.variable import Variable as Variable
 from mpidist._version import __version__ as __version__
 from mpidist.cluster import MPIClusterResolver as MPIClusterResolver
@@ -131,6 +132,7 @@ __all__ = [
     "MPIStrategy",
     "Mirrored",
     "MirroredStrategy",
+    "Module",
     "MultiStepContext",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -93,6 +95,10 @@ def _check_environment() -> None:
 
 def run() -> None:
     """Run the command line of this process, and end it. Collective."""
-    code = main(sys.argv[1:])
+    try:
+        code = main(sys.argv[1:])
+    except BrokenPipeError:  # as in `mpidist docs porting | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     # Looked up now: mpidist may have replaced it by a function of its own.
     sys.exit(code)

@@ -9,9 +9,9 @@ import numpy as np
 
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
-from mpidist._runtime.context import variable_sync_on_read_context
+from mpidist._runtime import context
 from mpidist._values.distributed import is_per_replica
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, storage_of
 
 _PER_REPLICA: Final = (
     "update it in the function that you pass to `strategy.run`, or write "
@@ -70,8 +70,16 @@ class Mean:
         Raises:
             TypeError: for a PerReplica.
             ValueError: if the shapes do not match.
+            RuntimeError: if it was made outside the scope of this strategy.
         """
         call = f"{type(self).__name__}.update_state"
+        group = context.current().group
+        if context.has_strategy() and storage_of(self.total).group is not group:
+            raise RuntimeError(
+                f"{call}: {self.name!r} was not made in the scope of {group}, so each "
+                "rank would have a result of its own; make it in `with "
+                "strategy.scope():`"
+            )
         x = _array(values, call)
         n = math.prod(x.shape)
         if sample_weight is None:
@@ -94,7 +102,7 @@ class Mean:
 
     def result(self) -> Any:
         """Return the mean, a float64; 0 if there are no values. Collective."""
-        with variable_sync_on_read_context():
+        with context.variable_sync_on_read_context():
             total, count = float(self.total), float(self.count)
         return np.float64(total / count if count else 0.0)
 

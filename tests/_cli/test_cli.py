@@ -5,6 +5,8 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from launching import ROOT, run_python, run_ranks
@@ -282,3 +284,21 @@ def test_the_console_script_is_declared():
     scripts = setup["options.entry_points"]["console_scripts"]
     assert scripts.strip() == "mpidist = mpidist._cli:run"
     assert callable(_cli.run)
+
+
+def test_a_reader_that_has_left_is_no_error():
+    for words in ("docs porting", "bench --help"):
+        command = f"{sys.executable} -m mpidist {words} 2>&1 | head -c 10"
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        assert len(done.stdout) == 10
+        assert done.returncode in (0, 141)
+        quiet = f"{sys.executable} -m mpidist {words} | true"
+        done = subprocess.run(
+            ["bash", "-c", quiet], capture_output=True, text=True, timeout=TIMEOUT
+        )
+        assert done.stderr == ""

@@ -62,3 +62,15 @@ def test_each_metric(strategy, kind, true, pred, weight, expected):
         metric.update_state([1, 2, 3, 4, 5], np.array(pred))
     with pytest.raises(ValueError, match="sample_weight"):
         metric.update_state(true, np.array(pred), np.ones(7))
+
+
+def test_a_metric_of_no_scope_is_of_one_process(strategy):
+    mean = mpidist.metrics.Mean("loss")
+    mean.update_state([1.0, 3.0])
+    assert mean.result() == 2.0
+    for message in raises_everywhere(
+        RuntimeError, lambda: strategy.run(mean.update_state, args=(1.0,))
+    ):
+        assert "'loss' was not made in the scope of" in message
+        assert "`with strategy.scope():`" in message
+    assert mean.result() == 2.0
