@@ -398,6 +398,10 @@ def test_options():
     options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
     options.deterministic = False
     options.threading.private_threadpool_size = 4
+    options.autotune.enabled = True
+    options.experimental_optimization.map_parallelization = True
+    options.experimental_service.pinned = False
+    assert options.threading.max_intra_op_parallelism is None
     dataset = Dataset.range(5).with_options(options).map(lambda x: x).batch(2)
     assert dataset.options() == options
     later = Options(deterministic=True)

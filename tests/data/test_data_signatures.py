@@ -10,7 +10,7 @@ from test_data_methods import lists
 
 import mpidist
 from mpidist import data
-from mpidist.data import ArraySpec, Dataset, Options
+from mpidist.data import ArraySpec, Dataset
 
 INT = np.dtype(np.int64)
 
@@ -53,43 +53,11 @@ SIGNATURES = {
     "as_numpy_iterator": "",
 }
 
-# Arguments of each method that has `name`, for a dataset of 6 numbers or batches.
-ARGUMENTS = {
-    "concatenate": (Dataset.range(3),),
-    "prefetch": (1,),
-    "repeat": (2,),
-    "enumerate": (),
-    "shuffle": (3, 1),
-    "cache": (),
-    "take": (2,),
-    "skip": (2,),
-    "shard": (2, 1),
-    "batch": (4,),
-    "padded_batch": (4,),
-    "map": (lambda x: x + 1,),
-    "flat_map": (lambda x: Dataset.from_tensors(x),),
-    "interleave": (lambda x: Dataset.from_tensors(x),),
-    "filter": (lambda x: x > 2,),
-    "take_while": (lambda x: x < 2,),
-    "with_options": (Options(),),
-}
-
 
 @pytest.mark.parametrize("method", SIGNATURES)
 def test_a_signature_is_that_of_tensorflow(method):
     parameters = list(inspect.signature(getattr(Dataset, method)).parameters)
     assert [name for name in parameters if name != "self"] == SIGNATURES[method].split()
-
-
-@pytest.mark.parametrize("method", ARGUMENTS)
-def test_name_is_accepted_without_effect(method):
-    call = getattr(Dataset.range(6), method)
-    named = call(*ARGUMENTS[method], name="a_name")
-    if method == "enumerate":
-        assert list(named) == list(call())
-        return
-    assert lists(named) == lists(call(*ARGUMENTS[method]))
-    assert repr(named) == repr(call(*ARGUMENTS[method]))
 
 
 def test_name_is_accepted_by_sources_and_by_what_makes_no_dataset(tmp_path):
@@ -131,11 +99,6 @@ def test_prefetch_of_none_is_autotune():
     assert lists(dataset) == [0, 1, 2]
 
 
-def test_shuffle_of_one_keeps_the_order():
-    for dataset in (Dataset.range(20), Dataset.range(20).filter(lambda x: x > 3)):
-        assert lists(dataset.shuffle(1)) == lists(dataset)
-
-
 def test_the_spec_of_an_empty_dataset():
     empty = Dataset.range(0)
     assert empty.element_spec == ArraySpec((), INT)
@@ -167,17 +130,3 @@ def test_iterators_and_their_optionals_know_the_spec():
     batches = Dataset.range(3).batch(2)
     distributed = iter(strategy.experimental_distribute_dataset(batches))
     assert distributed.get_next_as_optional().element_spec == ArraySpec((None,), INT)
-
-
-def test_options_that_tensorflow_has_are_accepted():
-    options = Options()
-    options.threading.private_threadpool_size = 4
-    options.autotune.enabled = True
-    options.experimental_optimization.map_parallelization = True
-    options.experimental_service.pinned = False
-    assert options.threading.max_intra_op_parallelism is None
-    merged = Options(deterministic=True).merge(options)
-    assert merged.threading.private_threadpool_size == 4
-    assert merged.deterministic is True
-    assert merged != options
-    assert Dataset.range(3).with_options(options).options() == options

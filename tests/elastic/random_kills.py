@@ -1,21 +1,10 @@
-"""Trainings of which 1 to 3 ranks are killed at random: what they are, and many runs.
-
-    python -m tests.elastic.random_kills RUNS [FIRST SEED]
-
-runs `killed_training` so many times, one after the other, and counts those that end
-right (every rank that is left has what one process computes), wrong, not at all, or by
-a crash of Open MPI (`CRASH`).
-"""
+"""Trainings of which 1 to 3 ranks are killed at random: what they are, how they end."""
 
 from __future__ import annotations
 
-import collections
 import json
 import random
 import re
-import statistics
-import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,43 +99,3 @@ def problem_of(job: Ended, ranks: int) -> str:
     if len(sizes) != 1 or len({*numbers}) < len(numbers):
         return f"different replicas: {job.finished}"
     return ""
-
-
-def main() -> None:
-    """Run as many as were asked for, and print a line for each that is not right."""
-    runs, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    counts: collections.Counter[str] = collections.Counter()
-    killed = 0
-    recoveries: list[float] = []
-    for seed in range(first, first + runs):
-        ranks, settings = draw(seed)
-        begin = time.monotonic()
-        try:
-            job = train(ranks, settings)
-            problem = problem_of(job, ranks)
-            verdict = "wrong" if problem else "right"
-            if problem and CRASH in job.errors:
-                verdict, problem = "crash of Open MPI", ""
-            killed += len(job.killed)
-            for row in job.finished:
-                recoveries += row["recoveries"]
-            if problem:
-                problem += f"\n{job}"
-        except TimeoutError as error:
-            verdict, problem = "not ended", str(error)
-        counts[verdict] += 1
-        seconds = time.monotonic() - begin
-        print(f"{seed}: {verdict} {seconds:.1f} s, {ranks} ranks, {dict(counts)}")
-        if problem:
-            print(f"  {settings}\n  {problem}")
-        sys.stdout.flush()
-    median = statistics.median(recoveries) if recoveries else 0.0
-    print(
-        f"{runs} trainings, {killed} ranks killed: {dict(counts)}; from the error to "
-        f"the next call of the training: median {median:.3f} s, most "
-        f"{max(recoveries, default=0.0):.3f} s"
-    )
-
-
-if __name__ == "__main__":
-    main()

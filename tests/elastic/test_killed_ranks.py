@@ -11,7 +11,7 @@ import pytest
 from tests import launching
 from tests.elastic import random_kills
 from tests.elastic.random_kills import PROGRAM, Ended
-from tests.replicas import a_third
+from tests.replicas import fuzz_seeds
 
 SECONDS = 100
 
@@ -52,9 +52,8 @@ def test_killed_in_a_commit(after):
 
 
 @survives
-@pytest.mark.parametrize("seed", a_third(range(9)))
+@pytest.mark.parametrize("seed", fuzz_seeds(3))
 def test_killed_at_random(seed):
-    # Several hundred: python -m tests.elastic.random_kills
     ranks, settings = random_kills.draw(seed)
     job = train(ranks, **settings)
     assert not random_kills.problem_of(job, ranks), job
