@@ -200,7 +200,7 @@ def test_a_large_count_with_small_floats(strategy, size):
     np.testing.assert_array_equal(mean, [1.0] * 3)
 
 
-@pytest.mark.parametrize("axis", ["0", 1.0, [0], True, (0, "1"), {0}])
+@pytest.mark.parametrize("axis", ["0", 1.0, True, (0, "1"), [0, "1"], {0}])
 def test_axes_that_are_none(strategy, axis):
     value = strategy.run(lambda: np.ones((2, 3)))
     for message in raises_everywhere(
