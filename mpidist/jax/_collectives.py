@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from mpidist._base.cache import Cache
+from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_keywords
 from mpidist._strategy.current import check_root, group_of_call
@@ -122,9 +123,7 @@ def value_and_grad(
         loss, gradients = step(parameters, x, y)
     """
     call = "mpidist.jax.value_and_grad"
-    given: object = fun
-    if not callable(given):
-        raise TypeError(f"{call}: expected `fun` to be a function, got {fun!r:.80}")
+    expect(callable(fun), call, "`fun` to be a function", fun)
     checked = as_reduce_op(op, call)
     local = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
     if jit:

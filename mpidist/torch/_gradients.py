@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mpidist._base import backend, guests
+from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.types import Array
 from mpidist._runtime.group import ReplicaGroup
@@ -69,6 +70,9 @@ def all_reduce_gradients(
     reduce_gradients(group, named, checked, call)
 
 
+_WRITE_PARAMETERS: Final = "write `module.parameters()`"
+
+
 def check_op(op: ReduceOp | str, call: str) -> ReduceOp:
     """Return a reduction of gradients.
 
@@ -91,19 +95,13 @@ def named_parameters(module: Parameters, call: str) -> Named:
     if isinstance(module, torch.nn.Module):
         named = list(module.named_parameters())
     else:
-        given: object = module
-        if guests.kind_of(given) or not isinstance(given, Iterable):
-            raise TypeError(
-                f"{call}: expected a `torch.nn.Module` or its parameters, got a "
-                f"{type(given).__name__}; write `module.parameters()`"
-            )
+        several = isinstance(module, Iterable) and not guests.kind_of(module)
+        what = "a `torch.nn.Module` or its parameters"
+        expect(several, call, what, module, _WRITE_PARAMETERS)
         named = [(f"parameter {i}", p) for i, p in enumerate(module)]
     for _, parameter in named:
-        if guests.kind_of(parameter) != "torch":
-            raise TypeError(
-                f"{call}: expected parameters, got a {type(parameter).__name__}; write "
-                "`module.parameters()`"
-            )
+        is_tensor = guests.kind_of(parameter) == "torch"
+        expect(is_tensor, call, "parameters", parameter, _WRITE_PARAMETERS)
     named = [(name, p) for name, p in named if p.requires_grad]
     if not named:
         raise ValueError(f"{call}: no parameter requires a gradient")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpidist._base import backend
+from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_keywords
 from mpidist._runtime import context
@@ -73,13 +74,9 @@ class DistributedOptimizer(_AnyOptimizer):
     ) -> None:
         # Without the base class's constructor: groups and state are the optimizer's.
         call = type(self).__name__
-        given: object = optimizer
-        if not isinstance(given, torch.optim.Optimizer):
-            raise TypeError(
-                f"{call}: expected a `torch.optim.Optimizer`, got "
-                f"{type(given).__name__}"
-            )
-        if isinstance(given, DistributedOptimizer):
+        is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+        expect(is_optimizer, call, "a `torch.optim.Optimizer`", optimizer)
+        if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{call}: the optimizer is a {call} already")
         passes: object = backward_passes_per_step
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
@@ -92,11 +89,8 @@ class DistributedOptimizer(_AnyOptimizer):
             raise ValueError(
                 f"{call}: expected `max_norm` to be greater than 0, got {max_norm!r}"
             )
-        chosen: object = overlap
-        if chosen is not None and not isinstance(chosen, bool):
-            raise TypeError(
-                f"{call}: expected `overlap` to be True, False or None, got {chosen!r}"
-            )
+        what = "`overlap` to be True, False or None"
+        expect(overlap is None or isinstance(overlap, bool), call, what, overlap)
         self._optimizer = optimizer
         self._wanted = overlap
         self._op = check_op(op, call)

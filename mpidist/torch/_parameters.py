@@ -10,6 +10,7 @@ import torch
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, guests, nest
 from mpidist._base.errors import OutOfSyncError, on_rank
+from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
 from mpidist._strategy.current import check_root, group_of_call
@@ -85,11 +86,8 @@ def broadcast_optimizer_state(
         group.collectives.invalid(call, error)
 
     def state() -> list[Nest]:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"{call}: expected a `torch.optim.Optimizer`, got "
-                f"{type(optimizer).__name__}"
-            )
+        is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+        expect(is_optimizer, call, "a `torch.optim.Optimizer`", optimizer)
         leaves, structure = nest.flatten(optimizer.state_dict())
         return [structure.unflatten(range(len(leaves))), *leaves]
 
@@ -153,12 +151,12 @@ def tensors_of(module: Tensors, call: str) -> dict[str, torch.Tensor]:
     """
     if isinstance(module, torch.nn.Module):
         return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    given: object = module
-    if not isinstance(given, Mapping) or not all(
-        guests.kind_of(x) == "torch" for x in given.values()
-    ):
-        raise TypeError(
-            f"{call}: expected a `torch.nn.Module`, or a dict of tensors by name, got "
-            f"{module!r:.80}; write `dict(module.named_parameters())`"
-        )
+    expect(
+        isinstance(module, Mapping)
+        and all(guests.kind_of(x) == "torch" for x in module.values()),
+        call,
+        "a `torch.nn.Module`, or a dict of tensors by name",
+        module,
+        "write `dict(module.named_parameters())`",
+    )
     return dict(module)
