@@ -170,15 +170,26 @@ def test_an_interrupt_between_nodes_ends_the_call_everywhere(
 
 @mpi
 @core
+@pytest.mark.parametrize(
+    ("verb", "count"),
+    [("all_reduce", 120_000), ("all_gather", 120_000), ("all_gather", 5_000)],
+)
 def test_a_signal_while_the_core_moves_data_ends_the_call_everywhere(
-    new_strategy, nodes, rank, size
+    new_strategy, nodes, rank, size, verb, count
 ):
     if len(nodes) < size or not _native.available():
         pytest.skip("no data are moved by the core")
     strategy = new_strategy(timeout_seconds=50)
-    x, is_hit = np.ones(120_000), rank == 0
+    x, is_hit = np.ones(count), rank == 0
     channel = group_of(strategy).guard.channel
-    all_reduce(strategy, "SUM", x)
+
+    def move():
+        if verb == "all_reduce":
+            context().all_reduce("SUM", x)
+        else:
+            context().all_gather(x, 0)
+
+    strategy.run(move)
     before = channel.iallreduces + channel.iallgathers
 
     hits = []
@@ -188,23 +199,23 @@ def test_a_signal_while_the_core_moves_data_ends_the_call_everywhere(
             hits.append(1)
             raise SignalError
 
-    def reduce():
+    def move_often():
         for _ in range(20_000):
-            context().all_reduce("SUM", x)
+            move()
 
     kept = signal.signal(signal.SIGALRM, handler) if is_hit else None
     try:
         if is_hit:
             signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0003)
         with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
-            strategy.run(reduce)
+            strategy.run(move_often)
     finally:
         if is_hit:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, kept)
     assert before >= 1
     with pytest.raises(mpidist.CollectiveTimeoutError, match="interrupted"):
-        all_reduce(strategy, "SUM", x)
+        strategy.run(move)
 
 
 @mpi
