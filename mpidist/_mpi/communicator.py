@@ -501,11 +501,12 @@ class Communicator:
         self.traffic.count("Ibcast", buffer.nbytes)
         self.traffic.count_mpi("Ibcast")
         try:
-            pending = _Pending(self._comm.Ibcast(buffer, 0), read, buffer)
+            request = self._comm.Ibcast(buffer, 0)
         except BaseException as error:
             raise self._waiter.failed(error) from None
+        pending = _Pending(request, read, buffer)
         if self._channel is not None:
-            pending.Test = functools.partial(self._channel.complete, pending.address)
+            pending.Test = functools.partial(self._channel.complete, request)
         return pending
 
     def start_send(self, data: bytes, receiver: int) -> Request:
@@ -553,20 +554,14 @@ class _Pending:
     once it had been collected (mpi4py 4.1.2).
     """
 
-    __slots__ = ("Test", "_buffer", "_read", "_request")
+    __slots__ = ("Test", "_buffer", "_read")
 
     def __init__(
         self, request: MpiRequest, read: Callable[[], bytes], buffer: HostArray
     ) -> None:
         self.Test: Callable[[], bool] = request.Test
-        self._request = request
         self._read = read
         self._buffer = buffer
-
-    @property
-    def address(self) -> int:
-        """Where MPI has its request."""
-        return int(mpi_module()._addressof(self._request))
 
     @property
     def result(self) -> bytes:

@@ -405,10 +405,12 @@ static PyObject *Between_Test(Between *self, PyObject *ignored) {
 }
 
 /* Of a request that is not of a header: a wait of Python's, without Python code while it is short. */
-static PyObject *Between_complete(Between *self, PyObject *address) {
-  void *request = PyLong_AsVoidPtr(address);
-  if (!request && PyErr_Occurred()) return NULL;
+static PyObject *Between_complete(Between *self, PyObject *pending) {
   if (!self->owner) return PyErr_Format(PyExc_RuntimeError, "Between: it is not open");
+  PyObject *address = PyObject_CallOneArg(self->address_of, pending);
+  void *request = address ? PyLong_AsVoidPtr(address) : NULL;
+  Py_XDECREF(address);
+  if (!request) return NULL;
   for (int i = 0; i < YIELDS / 8; i++) { /* Python looks at its clock in between */
     for (int k = 0; k < TESTS_BETWEEN; k++) {
       int done = 0, code = self->mpi_test(request, &done, self->status);
@@ -546,8 +548,8 @@ static PyMethodDef Between_methods[] = {
     {"Test", (PyCFunction)Between_Test, METH_NOARGS,
      "Test()\n--\n\nWhether the last header has completed, as of an MPI request."},
     {"complete", (PyCFunction)Between_complete, METH_O,
-     "complete(address)\n--\n\n"
-     "Return whether the MPI request there has completed, when it has, or after a while."},
+     "complete(request)\n--\n\n"
+     "Return whether a request of mpi4py has completed: when it has, or after a while."},
     {"missing", (PyCFunction)Between_missing, METH_NOARGS,
      "missing()\n--\n\nReturn an empty list: a collective does not say who is missing."},
     {"leave", (PyCFunction)Between_leave, METH_NOARGS,
@@ -601,7 +603,7 @@ PyTypeObject BetweenType = {
         "    handles: of the communicator, and of MPI_BYTE.\n"
         "    begin: starts a non-blocking collective, and returns its request; None with a\n"
         "        persistent one.\n"
-        "    address_of: returns the address of such a request.\n"
+        "    address_of: returns the address of a request.\n"
         "    fail: called with an error code of MPI; raises.\n"
         "    owner: what to keep until no header is in progress.",
     .tp_basicsize = sizeof(Between),

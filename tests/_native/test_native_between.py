@@ -478,6 +478,33 @@ def gathered(gather: Any, x: Any, result: Any) -> Any:
     return gather.meet([x], (x.size,), 3, 0, core.NOWHERE, result)
 
 
+def test_a_request_of_python_is_waited_for_a_while() -> None:
+    world = World(2)
+    one = world.ranks[0]
+    send, target, request = aligned(8), aligned(16), _WORD()
+
+    def start(rank: int, where: Any) -> None:
+        world._post_data(
+            rank,
+            send.ctypes.data,
+            target.ctypes.data,
+            8,
+            b"".join,
+            ctypes.addressof(where),
+        )
+
+    start(0, request)
+    assert one.complete(request) is False
+    assert 10 < world.tests < 1000
+    start(1, _WORD())
+    assert one.complete(request) is True
+    world.code = 13
+    with pytest.raises(MPIError, match="13"):
+        one.complete(request)
+    with pytest.raises(RuntimeError, match="not open"):
+        core.Between.__new__(core.Between).complete(request)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     world = World(2)
     between = world.ranks[0]
