@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 import mpidist
 from mpidist import testing
-from mpidist._base import nest
+from mpidist._base import nest, reporting
 from mpidist._base.types import HostArray, Nest
 from mpidist._strategy.strategy import group_of
 
@@ -114,6 +114,13 @@ def split(color: int, key: int = 0) -> Any:
 
         return MPI.COMM_WORLD.Split(color, key)
     return group.split(color, key)
+
+
+def wait_for_reports() -> None:
+    """Wait for what mpidist has logged: on a busy machine it does not wait itself."""
+    end = time.monotonic() + 60
+    while reporting.is_stuck() and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 @contextlib.contextmanager

@@ -99,10 +99,14 @@ class _Checks:
         nodes = f"{job.nodes} node{'s' * (job.nodes != 1)}"
         return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{more}"
 
-    def versions(self) -> str:
-        """Check that all ranks have the same software."""
+    def versions(self) -> str | Note:
+        """Check that all ranks have the same software, and round alike."""
+        states = self._job.comm.allgather(versions.floating_point_state())
         facts = {**software_facts(self._job.mpi), **versions.describe()}
         self._compare(facts, "unknown", versions.ADVICE)
+        floats = versions.floats_that_differ(states)
+        if floats:
+            return Note(floats, "import the same libraries on all ranks")
         return f"{facts['mpi']}, mpi4py {facts['mpi4py']}, NumPy {facts['numpy']}"
 
     def settings(self) -> str:

@@ -343,7 +343,7 @@ class Coordinator:
             for waiting in (self._dropped, self._registry.dropped):
                 count = len(waiting)
                 dropped += waiting[:count]
-                del waiting[:count]  # in place: finalizers append to these lists
+                del waiting[:count]  # in place: the registry appends to these lists
         self._group.collectives.resources.messages.send(
             pickle.dumps((name, dropped, content))
         )

@@ -64,12 +64,13 @@ def look() -> dict[str, Any]:
 def _has_persistent() -> bool:
     """Return whether MPI has persistent collectives, which are those of MPI 4.
 
-    Those of MPICH 4.0.2 gather the elements of their first time again.
+    Those of MPICH 4.0.2 gather the elements of their first time again, and those of
+    Intel MPI 2021.18.1 elements of other times, or crash.
     """
     buffers = np.zeros((2, 1))
     mpi = mpi_module()
     name, version = mpi.get_vendor()
-    if name == "MPICH" and version < (4, 1):
+    if name == "Intel MPI" or (name == "MPICH" and version < (4, 1)):
         return False
     try:
         mpi.COMM_SELF.Allgather_init(*buffers).Free()

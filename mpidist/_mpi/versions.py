@@ -165,8 +165,9 @@ def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
             f"that depend on it; {ADVICE}. `mpidist check` compares them"
         )
         return agreement, CollectiveMismatchError(on_rank(rank, message))
-    if rank == 0:
-        _tell_floats(ranks)
+    floats = floats_that_differ([one.floats for one in ranks])
+    if rank == 0 and floats:
+        reporting.log(_logger, logging.WARNING, "mpidist: %s", floats)
     if rank == 0 and not agreement.core:
         _tell_without_core([r for r, one in enumerate(ranks) if not one.core], ranks)
     return agreement, None
@@ -228,23 +229,25 @@ def floating_point_state() -> str:
     return " and ".join(found)
 
 
-def _tell_floats(ranks: list[_Rank]) -> None:
-    """Warn the user if ranks round in different ways."""
-    states: dict[str, list[int]] = {}
-    for other, one in enumerate(ranks):
-        states.setdefault(one.floats, []).append(other)
-    if len(states) == 1:
-        return
-    for state, members in states.items():
-        if state:
-            _logger.warning(
-                "mpidist: the processor of %s %s, which a library that is built with "
-                "-ffast-math can set; with the native core sums of mpidist do not "
-                "depend on it, but what a rank computes itself does, so copies of "
-                "variables may drift apart",
-                format_ranks(members),
-                state,
-            )
+def floats_that_differ(states: list[str]) -> str:
+    """Return what users read if ranks round in different ways; "": they do not.
+
+    Args:
+        states: the `floating_point_state` of each rank.
+    """
+    if len(set(states)) == 1:
+        return ""
+    groups: dict[str, list[int]] = {}
+    for rank, state in enumerate(states):
+        groups.setdefault(state, []).append(rank)
+    others = "; that of ".join(
+        f"{format_ranks(ranks)} {state}" for state, ranks in groups.items() if state
+    )
+    return (
+        f"the processor of {others}, which a library that is built with -ffast-math "
+        "can set; with the native core sums of mpidist do not depend on it, but what a "
+        "rank computes itself does, so copies of variables may drift apart"
+    )
 
 
 def _tell_without_core(lacking: list[int], ranks: list[_Rank]) -> None:

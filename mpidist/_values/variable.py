@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import weakref
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -295,8 +294,8 @@ class Variable(ArrayLike, Registered):
 
     def _note_dropped(self) -> None:
         """Tell the other ranks when rank 0 drops this variable, made in merge_fn."""
-        dropped = self._storage.group.registry.dropped
-        weakref.finalize(self, dropped.append, self._storage.key)
+        registry = self._storage.group.registry
+        registry.watch(self, registry.dropped)
 
     # --- reading --------------------------------------------------------------
 

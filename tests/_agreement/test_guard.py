@@ -5,7 +5,14 @@ import traceback
 
 import numpy as np
 import pytest
-from replicas import after_the_others, assert_usable, context, everywhere, set_deadline
+from replicas import (
+    after_the_others,
+    assert_usable,
+    context,
+    everywhere,
+    set_deadline,
+    wait_for_reports,
+)
 
 import mpidist
 from mpidist._base import threads
@@ -426,6 +433,7 @@ def test_a_rank_that_sleeps(new_strategy, rank, size, caplog, monkeypatch):
     assert "cannot be used any more" in message
     with pytest.raises(mpidist.CollectiveTimeoutError, match="did not come"):
         strategy.run(lambda: 1.0)
+    wait_for_reports()
     told = [x for x in caplog.records if "did not come" in x.getMessage()]
     assert [(x.name, x.levelname) for x in told] == [("mpidist", "WARNING")][rank:]
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from replicas import wait_for_reports
 
 import mpidist
 from mpidist import testing
@@ -83,6 +84,7 @@ def test_the_stall_report_and_the_deadline(kind, monkeypatch, caplog):
                 group.all_gather(b"")
 
     first, *_ = outcomes(step, seconds=8)
+    wait_for_reports()
     reports = [one.getMessage() for one in caplog.records if one.name == "mpidist"]
     assert reports  # on a busy machine some ranks may not wait yet
     assert max(len(text.splitlines()) for text in [*reports, first]) <= 20

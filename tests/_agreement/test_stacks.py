@@ -51,7 +51,7 @@ def step():
 def message_of(body, folder, n=2, **env):
     text = PROLOGUE + textwrap.dedent(body)
     env = {"MPIDIST_STALL_SECONDS": "0.5", **env}
-    done = run_ranks(n, ["-c", text, folder / "told"], timeout=60, env=env)
+    done = run_ranks(n, ["-c", text, folder / "told"], timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     (found,) = done.stderr.split("mpidist: where ")[1:]
     return found.split("\nmpidist: ")[0]
@@ -155,7 +155,7 @@ def test_a_program_that_uses_the_signal_keeps_it(tmp_path):
     """
     text = textwrap.dedent(handler) + PROLOGUE + textwrap.dedent(body)
     env = {"MPIDIST_STALL_SECONDS": "0.5"}
-    done = run_ranks(2, ["-c", text, tmp_path / "told"], timeout=60, env=env)
+    done = run_ranks(2, ["-c", text, tmp_path / "told"], timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["[]", "[]"]
     assert "it does not answer" in done.stderr

@@ -242,7 +242,7 @@ if how == "killed":
 )
 def test_the_end_of_the_program(tmp_path, how, ranks, code, text):
     start = time.monotonic()
-    result = run_ranks(ranks, ["-c", AT_THE_END, how], timeout=60, cwd=tmp_path)
+    result = run_ranks(ranks, ["-c", AT_THE_END, how], timeout=100, cwd=tmp_path)
     assert time.monotonic() - start < 40
     assert result.returncode == code or (code is None and result.returncode)
     assert text in result.stderr

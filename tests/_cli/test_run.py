@@ -148,6 +148,7 @@ def test_a_program_that_ends_mpi_itself_has_come_to_its_end(folder):
     assert (result.returncode, result.stderr.count("\n")) == (0, 1), result
 
 
+@pytest.mark.core
 def test_a_rank_that_leaves_the_job_with_code_0_is_a_failure(folder):
     """MPICH's mpirun ends all ranks then, says nothing, and returns 0."""
     (folder / "leave.py").write_text(

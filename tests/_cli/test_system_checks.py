@@ -20,7 +20,7 @@ from mpidist._cli.outcomes import CheckFailedError, Note, attempt
 from mpidist._cli.system_checks import SystemChecks, loaded_libraries
 
 FAULTS = """
-import os, sys, time
+import ctypes, os, platform, sys, time
 from mpidist import _cli
 from mpidist._cli.speaking import launched_rank
 import mpi4py.MPI  # starts, and needs the variables of the launcher
@@ -53,6 +53,8 @@ os.fsync = fsync
 if rank == 1:
     seconds = iter(range(0, 10**9, 1000))
     time.time = lambda: float(next(seconds))
+    upward = {"x86_64": 0x800, "aarch64": 0x400000}
+    ctypes.CDLL("libm.so.6").fesetround(upward[platform.machine()])
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 for name in list(os.environ):
     if name.startswith(("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")):
@@ -102,6 +104,9 @@ def test_what_is_wrong_with_machines(found):
     assert rows["clocks"]["text"].startswith("the clock of rank 1 jumped by ")
     assert rows["placement"]["text"] == (
         "SLURM placed 1 + 1 ranks, but those that share memory are 2"
+    )
+    assert rows["versions"]["text"].startswith(
+        "the processor of rank 1 does not round to nearest, which a library"
     )
     if (os.cpu_count() or 1) > 1:
         assert rows["cores"]["text"].startswith("2 ranks may run on 1 of ")

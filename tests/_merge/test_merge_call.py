@@ -380,6 +380,28 @@ def test_local_results_gathers_once(strategy, rank, size):
     assert merge(strategy, merge_fn, x, x) == 1
 
 
+@pytest.mark.processes  # of the whole process
+def test_local_results_of_large_arrays_need_one_copy_each(strategy, rank, size):
+    x = np.full(5_000_000, rank + 1.0)  # more than any heap keeps when it is freed
+
+    def merge_fn(strategy, x):
+        return [float(row[-1]) for row in strategy.experimental_local_results(x)]
+
+    def bytes_of(name):
+        with open("/proc/self/status", encoding="ascii") as file:
+            (line,) = (line for line in file if line.startswith(name))
+        return 1024 * int(line.split()[1])
+
+    assert merge(strategy, merge_fn, np.ones(3)) == [1.0] * size
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # VmHWM is VmRSS again
+    before = bytes_of("VmRSS")
+    everywhere(None)
+    assert merge(strategy, merge_fn, x) == [r + 1.0 for r in range(size)]
+    copies = (bytes_of("VmHWM") - before) / x.nbytes
+    assert copies < (size - 1 if rank == 0 else 0) + 0.2
+
+
 @pytest.mark.parametrize("verb", ["update", "assign", "reduce", "reduce_to", "return"])
 def test_a_mirrored_made_by_hand_in_merge_fn(new_strategy, size, verb):
     """It acts like one that a verb gave."""

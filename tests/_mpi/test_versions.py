@@ -120,6 +120,17 @@ def test_a_core_that_is_not_everywhere_is_said_once(caplog):
     assert caplog.text == ""
 
 
+def test_ranks_that_round_in_other_ways_are_said_once(caplog):
+    odd = "flushes subnormal numbers to zero"
+    given = texts({}, {"floats": odd}, {"floats": odd})
+    for rank in range(3):
+        assert versions.judge(rank, given)[1] is None
+    assert caplog.text.count(f"the processor of ranks 1-2 {odd}, which a library") == 1
+    caplog.clear()
+    versions.judge(0, texts({"floats": odd}, {"floats": odd}))
+    assert caplog.text == ""
+
+
 def test_mpidist_check_compares_them():
     code = """
 import sys

@@ -52,7 +52,7 @@ print("done", flush=True)
 
 def run_job(body, **env):
     text = PROLOGUE + textwrap.dedent(body) + EPILOGUE
-    result = run_ranks(3, ["-c", text], timeout=60, env=FORKS | env)
+    result = run_ranks(3, ["-c", text], timeout=100, env=FORKS | env)
     outcome = (result.returncode, result.stdout.split())
     assert outcome == (0, ["done"] * 3), f"{result.stdout}\n{result.stderr}"
     return result.stderr

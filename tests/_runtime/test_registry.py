@@ -1,6 +1,8 @@
 """The registry of values: what happens when the program drops one."""
 
+import copy
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -31,4 +33,24 @@ def test_no_code_in_python_runs_when_a_value_is_dropped() -> None:
     registry.forget_dropped()
     assert dropped == [key]
     assert registry.get(key) is None
+    strategy.close()
+
+
+@pytest.mark.mpi(min_size=1)
+def test_nor_when_a_variable_that_merge_fn_has_made_is_dropped() -> None:
+    strategy = mpidist.MPIStrategy()
+    names: list[str] = []
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    def merge_fn(_: mpidist.Strategy) -> None:
+        variables = [mpidist.Variable(1.0), copy.deepcopy(mpidist.Variable(2.0))]
+        sys.setprofile(profile)
+        variables.clear()
+        sys.setprofile(None)
+
+    strategy.run(lambda: mpidist.get_replica_context().merge_call(merge_fn))
+    assert names == []
     strategy.close()

@@ -187,7 +187,7 @@ for _ in range(5):
 def run(program, path, n, **env):
     source = textwrap.dedent(program)
     env = {"MPIDIST_TIMELINE": str(path), **env}
-    return run_ranks(n, ["-c", source], timeout=60, env=env, cwd=path.parent)
+    return run_ranks(n, ["-c", source], timeout=100, env=env, cwd=path.parent)
 
 
 @pytest.mark.core
@@ -276,7 +276,7 @@ def test_strategies_of_some_ranks_do_not_disturb_the_end(tmp_path):
             alone = mpidist.MPIStrategy(MPI.COMM_SELF)
         strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0))
     """
-    done = run_ranks(2, ["-c", textwrap.dedent(body)], timeout=60, cwd=tmp_path)
+    done = run_ranks(2, ["-c", textwrap.dedent(body)], timeout=100, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(files.read(tmp_path / "run.json").hosts) == [0, 1]
 

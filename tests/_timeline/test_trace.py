@@ -8,7 +8,15 @@ import textwrap
 import numpy as np
 import pytest
 from launching import run_ranks
-from replicas import SUM, after_the_others, context, everywhere, make, own
+from replicas import (
+    SUM,
+    after_the_others,
+    context,
+    everywhere,
+    make,
+    own,
+    wait_for_reports,
+)
 
 import mpidist
 from mpidist._agreement.guard import Guard
@@ -47,6 +55,7 @@ class Listener(logging.Handler):
 
     def take(self, rank):
         """Return the lines of this rank, and forget all."""
+        wait_for_reports()
         lines = [parse(line) for line in self.lines]
         self.lines = []
         return [line for line in lines if int(line["rank"]) == rank]
@@ -312,7 +321,7 @@ strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", np.ones(10)
 
 def lines_of(program, n=2, **env):
     source = textwrap.dedent(program)
-    done = run_ranks(n, ["-c", source], timeout=60, env=env)
+    done = run_ranks(n, ["-c", source], timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
 

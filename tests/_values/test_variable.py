@@ -298,6 +298,8 @@ def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank
             # One whose constructor has raised has none, until it is collected.
             with contextlib.suppress(AttributeError):
                 storages.append(storage_of(x))
+    # Other tests may have left variables on a stand-in of a device.
+    storages = [one for one in storages if type(one.array) is np.ndarray]
     if rank == 0:
         (v,) = made
         assert (type(v), v.more) == (Named, "set after the constructor of Variable")

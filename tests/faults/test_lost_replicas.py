@@ -201,7 +201,7 @@ def missing():
     found = run_ranks(
         1,
         ["-c", "from mpidist._mpi import survival; print(survival.is_on())"],
-        timeout=60,
+        timeout=100,
         options=["--with-ft", "ulfm"],
     )
     return "" if "True" in found.stdout else "this Open MPI has no ULFM"
@@ -210,7 +210,7 @@ def missing():
 def run_job(n, *program, **env):
     if why := missing():
         pytest.skip(why)
-    return run_ranks(n, program, timeout=90, env=env, options=["--with-ft", "ulfm"])
+    return run_ranks(n, program, timeout=100, env=env, options=["--with-ft", "ulfm"])
 
 
 @pytest.mark.parametrize(

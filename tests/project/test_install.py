@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from launching import ROOT, run_ranks
-from replicas import context, long_only, own, raises_everywhere
+from replicas import context, long_only, own, raises_everywhere, wait_for_reports
 
 import mpidist
 from mpidist import _native
@@ -239,6 +239,7 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
             )
             assert len(messages) == size
             one.close()
+        wait_for_reports()
         assert (f"rank {lacking} has no native core" in caplog.text) == (rank == 0)
         caplog.clear()
     again = new_strategy()

@@ -2,7 +2,13 @@
 
 import numpy as np
 import pytest
-from replicas import assert_usable, everywhere, outcomes, raises_everywhere
+from replicas import (
+    assert_usable,
+    everywhere,
+    outcomes,
+    raises_everywhere,
+    wait_for_reports,
+)
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -146,6 +152,7 @@ def test_gradients_that_the_program_changes(trains_alike, torch, rank, caplog):
 
     two = trains_alike(step)
     assert two.optimizer._overlap._holds
+    wait_for_reports()
     if rank == 0:
         assert "max_norm" in caplog.text
 
