@@ -441,7 +441,7 @@ def test_a_rank_that_sleeps(new_strategy, rank, size, caplog, monkeypatch):
 @pytest.mark.one_size
 def test_a_merge_fn_that_sleeps(new_strategy, rank):
     strategy = new_strategy()
-    set_deadline(strategy, 3.0)
+    set_deadline(strategy, 2.0)
 
     def merge_fn(strategy, x):
         everywhere(None)  # sleeps until the others have given up

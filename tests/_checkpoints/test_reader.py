@@ -18,6 +18,7 @@ from checkpoint_objects import (
     variable,
     write_manifest,
 )
+from replicas import a_third
 
 import mpidist
 
@@ -200,7 +201,8 @@ def test_malformed_manifests_with_the_right_checksum(tmp_path):
     assert ("states", "rng", 0, "state", "state") in places
     assert ("states", "it", 0, "large", "$tensor", 1) in places
     refused = 0
-    for at, evil in itertools.product(places, [*EVIL, "deleted"]):
+    cases = a_third([*itertools.product(places, [*EVIL, "deleted"])])
+    for at, evil in cases:
         changed = json.loads(text)
         inner = changed
         for key in at[:-1]:
@@ -227,7 +229,7 @@ def test_malformed_manifests_with_the_right_checksum(tmp_path):
             assert at[0] in ("format", "version", "arrays", "states"), error
         np.testing.assert_array_equal(v.numpy(), before[0])
         assert repr(rng.bit_generator.state) == repr(before[1])
-    assert refused > 0.8 * len(places) * len(EVIL)
+    assert refused > 0.75 * len(cases)
     manifest.write_text(text)
     assert checkpoint.restore(path) == ["it", "rng", "v", "w"]
 
