@@ -28,33 +28,6 @@ def facts():
     )
 
 
-# --- what the functions say -----------------------------------------------------------
-
-
-def test_exactly_one_of_the_two_contexts(strategy):
-    """b.1: in_cross_replica_context, or a replica context; never both, never none."""
-
-    def exactly_one():
-        return mpidist.in_cross_replica_context() != (
-            mpidist.get_replica_context() is not None
-        )
-
-    seen = [exactly_one()]
-    with strategy.scope():
-        seen.append(exactly_one())
-        v = mpidist.Variable(0.0)
-
-    def merge_fn(distribution):
-        inside = distribution.extended.update(v, lambda v: exactly_one())
-        return [exactly_one(), bool(inside.values[0])]
-
-    seen += own(
-        strategy,
-        strategy.run(lambda: [exactly_one(), *context().merge_call(merge_fn)]),
-    )
-    assert seen == [True] * 5
-
-
 # --- scopes ---------------------------------------------------------------------------
 
 
@@ -294,13 +267,6 @@ def test_replica_calls_in_cross_replica_context(strategy, rank, name, where):
     assert_usable(strategy)
 
 
-def test_a_captured_context_outside_every_scope(strategy):
-    captured = own(strategy, strategy.run(lambda: [context()]))[0]
-    with pytest.raises(RuntimeError, match=MISMATCHING):
-        captured.all_reduce("SUM", 1.0)
-    assert_usable(strategy)
-
-
 def test_another_context_of_the_same_strategy(strategy):
     other = mpidist.ReplicaContext(strategy, None)
 
@@ -401,27 +367,6 @@ def test_mixing_variables_of_two_strategies(strategy, new_strategy):
     assert float(v) == 3.0
 
 
-# --- the default strategy beside another ----------------------------------------------
-
-
-def test_the_scope_of_the_default_strategy_inside_another(strategy):
-    default = mpidist.get_strategy()
-    with strategy.scope(), pytest.raises(RuntimeError, match="Must not nest"):
-        default.scope().__enter__()
-    with default.scope(), strategy.scope():
-        assert mpidist.get_strategy() is strategy
-    assert_usable(strategy)
-
-
-def test_cross_replica_calls_outside_every_scope(strategy, size):
-    """They are allowed there, as in TensorFlow's default context."""
-    value = strategy.run(lambda: np.ones(1))
-    assert strategy.reduce("SUM", value, axis=0) == size
-    assert strategy.gather(value, axis=0).shape == (size,)
-    reduced = strategy.extended.reduce_to("SUM", value, value)
-    np.testing.assert_array_equal(reduced, [size])
-
-
 # --- experimental_set_strategy --------------------------------------------------------
 
 
@@ -463,26 +408,6 @@ def test_experimental_set_strategy_of_another_object(strategy):
 
 
 # --- threads --------------------------------------------------------------------------
-
-
-def test_a_scope_in_a_thread_does_not_show_in_others(strategy):
-    entered, checked = threading.Event(), threading.Event()
-    seen = []
-
-    def body():
-        with strategy.scope():
-            seen.append(facts())
-            entered.set()
-            checked.wait(30)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    assert entered.wait(30)
-    here = mpidist.has_strategy()
-    checked.set()
-    thread.join()
-    assert not here
-    assert seen == [(strategy, True, None, True)]
 
 
 def test_a_caught_traceback_has_the_frames_of_the_program(strategy):

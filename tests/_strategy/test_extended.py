@@ -7,7 +7,6 @@ from replicas import (
     MEAN,
     ON_READ,
     SUM,
-    assert_copies,
     assert_mirrored,
     context,
     everywhere,
@@ -364,34 +363,6 @@ def test_destinations_that_differ(strategy, rank):
 # --- update, update_non_slot ----------------------------------------------------------
 
 
-def test_update_non_slot(strategy, rank, size, in_cross_replica):
-    v = make(strategy, [1.0, 2.0])
-    count = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
-
-    def change(x, scale=1.0):
-        v.assign_add(scale * x)
-        count.assign_add(1.0)
-        return v[0] * 10.0, {"n": None}
-
-    def fn(distribution, x):
-        extended = distribution.extended
-        devices = extended.non_slot_devices([v])
-        mirrored = extended.reduce_to("SUM", x, v)
-        result = extended.update_non_slot(
-            devices, change, args=(mirrored,), kwargs={"scale": 2.0}
-        )
-        assert isinstance(result[0], mpidist.Mirrored)
-        assert result[0] == 10.0 * (1.0 + 2.0 * size)
-        assert result[1] == {"n": None}
-        ungrouped, _ = extended.update_non_slot(v, change, [mirrored], group=False)
-        number = size if in_cross_replica.kind == "merge_fn" else 1
-        assert ungrouped == (10.0 * (1.0 + 3.0 * size),) * number
-
-    in_cross_replica(fn, np.ones(2))
-    assert_mirrored(strategy, v, np.array([1.0, 2.0]) + 3 * size)
-    assert_copies(strategy, count, [2.0] * size)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_update_non_slot_that_fails_on_one_rank(strategy, rank, size):
     v = make(strategy, 1.0)
@@ -539,37 +510,6 @@ def test_run_steps(strategy, rank, size, in_cross_replica, kind):
 
     in_cross_replica(fn, 1.0)
     assert_mirrored(strategy, seen, 7.0)
-
-
-def test_outputs_in_replica_functions(strategy, rank, size):
-    def step(ctx, x):
-        def replica_fn():
-            ctx.set_last_step_output("loss", {"l": x * (rank + 1)}, "SUM")
-            ctx.set_non_tensor_output("rank", rank)
-            ctx.set_non_tensor_output("text", "same")
-
-        strategy.run(replica_fn)
-
-    with strategy.scope():
-        ctx = strategy.extended.experimental_run_steps_on_iterator(
-            step, iter([1.0, 2.0]), 2
-        )
-    assert ctx.last_step_outputs == {"loss": {"l": size * (size + 1.0)}}
-    assert ctx.non_tensor_outputs == {
-        "rank": tuple(range(size)),
-        "text": ("same",) * size,
-    }
-
-    def without_operation(ctx, x):
-        strategy.run(lambda: ctx.set_last_step_output("loss", x))
-
-    for message in raises_everywhere(
-        ValueError,
-        lambda: strategy.extended.experimental_run_steps_on_iterator(
-            without_operation, iter([1.0])
-        ),
-    ):
-        assert "expected a `reduce_op`" in message
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "2"])

@@ -1,8 +1,7 @@
-"""Who may write what, in which context; and ON_READ variables in all their places."""
+"""ON_READ variables in all their places."""
 
 import copy
 import inspect
-import itertools
 import operator
 
 import ml_dtypes
@@ -38,7 +37,6 @@ OPERATIONS = {
     "assign_add": lambda old, x: old + x,
     "assign_sub": lambda old, x: old - x,
 }
-AGGREGATIONS = [NONE, SUM, MEAN, FIRST]
 
 
 @pytest.fixture
@@ -60,131 +58,23 @@ def metric(strategy, rank):
     return make_metric
 
 
-# --- every write in every context -----------------------------------------------------
+# --- writing: who may write what is in tests/conformance/programs/variables.py --------
 
 
-def write_in_a_replica(strategy, v, how, x):
-    strategy.run(lambda: getattr(v, how)(x))
-
-
-def write_in_cross_replica_context(strategy, v, how, x):
-    assert getattr(v, how)(x) is v
-    with strategy.scope():
-        assert getattr(v, how)(0 * x if how != "assign" else x, read_value=False) is (
-            None
-        )
-
-
-def write_in_merge_fn(strategy, v, how, x):
-    def merge_fn(distribution, x):
-        getattr(v, how)(x)
-
-    merge(strategy, lambda s: merge_fn(s, x))
-
-
-def write_an_argument_in_merge_fn(strategy, v, how, x):
-    merge(strategy, lambda s, value: getattr(v, how)(value), x)
-
-
-def write_a_per_replica(strategy, v, how, x):
-    value = strategy.run(lambda: x)
-    getattr(v, how)(value)
-
-
-def write_a_mirrored(strategy, v, how, x):
-    mirrored = strategy.extended.reduce_to("MAX", strategy.run(lambda: x), v)
-    assert isinstance(mirrored, mpidist.Mirrored)
-    getattr(v, how)(mirrored)
-
-
-def write_a_mirrored_in_merge_fn(strategy, v, how, x):
-    def merge_fn(distribution, value):
-        getattr(v, how)(distribution.extended.reduce_to("MAX", value, v))
-
-    merge(strategy, merge_fn, x)
-
-
-def write_in_update(strategy, v, how, x):
-    with strategy.scope():
-        strategy.extended.update(v, lambda v, x: (getattr(v, how)(x), None)[1], (x,))
-
-
-CONTEXTS = {
-    "replica, arrays": write_in_a_replica,
-    "replica, numbers": write_in_a_replica,
-    "cross-replica, plain": write_in_cross_replica_context,
-    "merge_fn, plain": write_in_merge_fn,
-    "cross-replica, PerReplica": write_a_per_replica,
-    "merge_fn, PerReplica": write_an_argument_in_merge_fn,
-    "cross-replica, Mirrored": write_a_mirrored,
-    "merge_fn, Mirrored": write_a_mirrored_in_merge_fn,
-    "update": write_in_update,
-}
-
-
-def written_in(where, size):
-    """Return what each rank writes: values that are the same, or its own."""
-    if where in (
-        "replica, arrays",
-        "cross-replica, PerReplica",
-        "merge_fn, PerReplica",
-    ):
-        return [np.float64(3.0 + 2 * i) for i in range(size)]
-    return [{"replica, numbers": 4.0, "update": 7.0}.get(where, 6.0)] * size
-
-
-def expected_copies(synchronization, aggregation, how, where, size):
-    """Return the copies of all ranks after a write, from 1.0; or the error's type."""
-    apply = OPERATIONS[how]
-    values = written_in(where, size)
-    if "PerReplica" in where:
-        return TypeError
-    if where == "update":
-        return [apply(1.0, x) for x in values]
-    if where.startswith("replica"):
-        if synchronization is ON_READ:
-            return [apply(1.0, x) for x in values]
-        if aggregation is NONE:
-            return ValueError
-        combined = {SUM: sum(values), MEAN: sum(values) / size, FIRST: values[0]}
-        return [apply(1.0, combined[aggregation])] * size
-    if synchronization is ON_WRITE or aggregation is not SUM:
-        return [apply(1.0, x) for x in values]
-    if how == "assign":
-        return [values[0] / size] * size
-    return [apply(1.0, values[0])] + [1.0] * (size - 1)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
 @pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ], ids=lambda s: s.name)
-def test_who_may_write_what(strategy, rank, size, synchronization, aggregation):
-    """Each operation in each context: the copy on every rank, or the error on all."""
-    for how, (where, write) in itertools.product(OPERATIONS, CONTEXTS.items()):
-        v = make(
-            strategy, 1.0, synchronization=synchronization, aggregation=aggregation
-        )
-        x = written_in(where, size)[rank]
-        want = expected_copies(synchronization, aggregation, how, where, size)
-        if isinstance(want, type):
-            messages = raises_everywhere(
-                want, lambda w=write, v=v, how=how, x=x: w(strategy, v, how, x)
-            )
-            for message in messages:
-                assert how in message, (where, message)
-                assert "write" in message.lower(), (where, message)
-                if want is TypeError:  # a PerReplica
-                    assert f"variable.{how}(strategy.reduce(" in message
-                    assert "strategy.extended.reduce_to(" in message
-            want = [1.0] * size
-        else:
-            write(strategy, v, how, x)
-        found = [float(c) for c in copies_of(strategy, v)]
-        assert found == want, (how, where)
-        if synchronization is ON_WRITE:
-            mpidist.check_in_sync(v)
-        elif aggregation is not NONE:
-            total = {SUM: sum(want), MEAN: sum(want) / size, FIRST: want[0]}
-            assert float(v) == pytest.approx(total[aggregation])
+def test_a_per_replica_is_not_assigned(strategy, size, synchronization):
+    v = make(strategy, 1.0, synchronization=synchronization, aggregation=SUM)
+    value = strategy.run(lambda: np.float64(3.0))
+    for how in OPERATIONS:
+        assign = getattr(v, how)
+        for write in (
+            lambda assign=assign: assign(value),
+            lambda assign=assign: merge(strategy, lambda s, x: assign(x), 3.0),
+        ):
+            for message in raises_everywhere(TypeError, write):
+                assert f"variable.{how}(strategy.reduce(" in message
+                assert "strategy.extended.reduce_to(" in message
+    assert [float(c) for c in copies_of(strategy, v)] == [1.0] * size
 
 
 # --- reading --------------------------------------------------------------------------

@@ -57,23 +57,6 @@ def as_generator(rows, size):
     return (batch for batch in batches(rows, size))
 
 
-class Loader:
-    """An iterable that is neither a sequence nor an iterator."""
-
-    def __init__(self, rows, size):
-        self.batches = batches(rows, size)
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-def as_mapped(rows, size):
-    return as_dataset(rows, size).map(lambda batch: batch + 0)
-
-
-INPUTS = [as_dataset, as_list, as_generator, Loader, as_mapped]
-
-
 # --- the split ---------------------------------------------------------------------
 
 
@@ -244,29 +227,6 @@ def test_what_elements_are_like_is_told_once(strategy, monkeypatch):
 
 
 # --- inputs from functions ---------------------------------------------------------
-
-
-@core
-def test_each_rank_has_a_pipeline_of_its_own(strategy, rank, size):
-    contexts = []
-
-    def dataset_fn(context):
-        contexts.append(context)
-        rows = Dataset.from_tensor_slices(np.arange(10 * size))
-        rows = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
-        return rows.batch(context.get_per_replica_batch_size(4 * size))
-
-    dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    assert len(contexts) == 1
-    (context,) = contexts
-    assert context.num_input_pipelines == context.num_replicas_in_sync == size
-    assert context.input_pipeline_id == rank
-    expected = np.arange(10 * size)[rank::size]
-    parts = [expected[:4].tolist(), expected[4:8].tolist(), expected[8:].tolist()]
-    assert mine(strategy, dataset) == mine(strategy, dataset) == parts
-    assert dataset.element_spec == ArraySpec((None,), np.dtype(np.int64))
-    older = strategy.experimental_distribute_datasets_from_function(dataset_fn)
-    assert mine(strategy, older) == parts
 
 
 @core
@@ -570,17 +530,6 @@ def test_an_argument_that_is_wrong_on_one_rank(strategy, rank, size):
 # --- where it may be called --------------------------------------------------------
 
 
-@pytest.mark.one_size
-@core
-def test_next_in_a_replica_function_says_where_to_call_it(strategy):
-    dataset = strategy.experimental_distribute_dataset(as_list(8, 4))
-    iterator = iter(dataset)
-    with pytest.raises(ValueError, match="called from outside of replica_fn"):
-        strategy.run(lambda: next(iterator))
-    with strategy.scope():
-        assert own(strategy, next(iterator)).tolist() == pieces(strategy, 8, 4)[0]
-
-
 def test_next_on_one_rank_only(strategy, rank):
     iterator = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
 
@@ -648,19 +597,6 @@ def test_length_cardinality_and_spec(strategy):
         generator.element_spec  # noqa: B018
     next(iter(generator))
     assert generator.element_spec == ArraySpec((None,), np.dtype(np.int64))
-
-
-@core
-def test_reduce_folds_in_cross_replica_context(strategy):
-    dataset = strategy.experimental_distribute_dataset(as_dataset(14, 4))
-
-    def add(total, element):
-        assert mpidist.in_cross_replica_context()
-        assert mpidist.get_strategy() is strategy
-        sums = strategy.run(lambda x: x.sum(), args=(element,))
-        return total + strategy.reduce("SUM", sums, axis=None)
-
-    assert dataset.reduce(100, add) == 100 + sum(range(14))
 
 
 @pytest.mark.processes  # what the process has printed
