@@ -454,9 +454,10 @@ class Strategy:
     ) -> DistributedDataset:
         """Split the global batches of a dataset over the replicas. Collective.
 
-        Every rank passes the same dataset. Each batch is one step, and each replica
-        gets a part of it, in order; `InputOptions.auto_shard_policy` sets the rule.
-        Every row is used exactly once.
+        Every rank passes the same dataset; a RuntimeWarning says if some rows of its
+        arrays in memory are not the same on all. Each batch is one step, and each
+        replica gets a part of it, in order; `InputOptions.auto_shard_policy` sets the
+        rule. Every row is used exactly once.
 
         Args:
             dataset: a batched `mpidist.data.Dataset`, of which each rank reads only its

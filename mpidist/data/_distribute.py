@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import nest, shuffle_seeds
 from mpidist._base.environment import debugging
+from mpidist._base.errors import level_of_caller, on_rank
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
 from mpidist._runtime import context
@@ -30,6 +32,12 @@ from mpidist.data._options import (
 )
 from mpidist.data._stage import Stage
 
+_DIFFERENT_ROWS: Final = (
+    "the arrays of the dataset are not the same on all ranks, but each reads its part "
+    "of the same rows: some are used twice, others never. Load all data on every rank, "
+    "in the same order and with the same seeds, or write `strategy.distribute_datasets_"
+    "from_function(fn)` for a dataset of each rank's own"
+)
 _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 
 
@@ -80,9 +88,16 @@ class DistributedDataset:
             text += f", split by {policy.name}"
             if feed.checked:
                 text += ", compared (MPIDIST_DEBUG)"
+            sample = 0 if feed.by_file else stage.sample()
         except Exception as error:
             collectives.invalid(call, error)
-        collectives.guard.agree(Call(text))
+        _, same = collectives.guard.agree_on_largest(Call(text), sample)
+        if not same:
+            warnings.warn(
+                on_rank(collectives.comm.rank, f"{call}: {_DIFFERENT_ROWS}"),
+                RuntimeWarning,
+                stacklevel=level_of_caller(),
+            )
         feed.number = group.registry.next_key()
         return DistributedDataset(feed)
 

@@ -98,6 +98,10 @@ class Stage:
         """Yield the tokens of all elements, if the stage is not indexed."""
         raise NotImplementedError
 
+    def sample(self) -> int:
+        """Return a checksum of some rows of arrays in memory; 0 if there are none."""
+        return 0
+
     def shuffle_seeds(self) -> list[int]:
         """Return the seeds of shuffles for which the program gave none."""
         return []
@@ -242,6 +246,9 @@ class Derived(Stage):
     def method(self) -> str:
         """The name of the method that made this stage."""
         return self.call.partition("(")[0]
+
+    def sample(self) -> int:
+        return self.parent.sample()
 
     def shuffle_seeds(self) -> list[int]:
         return self.parent.shuffle_seeds()

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import posing
 import pytest
-from replicas import everywhere, own
+from replicas import everywhere, own, raises_everywhere
 
 import mpidist
 from mpidist import data
@@ -731,3 +731,22 @@ def test_make_numpy_dataset(strategy, size):
     assert nested.element_spec["a"].shape == (3, 2)
     with pytest.raises(RuntimeError, match="cross-replica context"):
         strategy.run(lambda: strategy.experimental_make_numpy_dataset(x))
+
+
+def test_arrays_that_differ_between_ranks_warn(strategy, rank, size):
+    rows = np.arange(24.0).reshape(12, 2)
+
+    def distribute(rows):
+        dataset = Dataset.from_tensor_slices({"x": rows}).map(dict).batch(4)
+        return strategy.experimental_distribute_dataset(dataset)
+
+    assert len(distribute(rows)) == 3  # a warning is an error here
+    permuted = np.random.default_rng(rank).permutation(rows)
+    for other in (rows + (rank == size - 1), permuted):
+        for message in raises_everywhere(
+            RuntimeWarning, lambda other=other: distribute(other)
+        ):
+            assert "not the same on all ranks" in message
+            assert "`strategy.distribute_datasets_from_function(fn)`" in message
+    dataset = Dataset.from_tensor_slices(permuted).batch(4)
+    strategy.distribute_datasets_from_function(lambda _: dataset)
