@@ -8,13 +8,14 @@ ends the others at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable
 from typing import Final, NoReturn, TypeVar
 
 from mpidist._cli.job import UsageError
-from mpidist._cli.units import parse_seconds
 from mpidist._mpi import launcher, library
 
 EXIT_USAGE: Final = 2
@@ -66,10 +67,10 @@ def for_argparse(parse: Callable[[str], _T]) -> Callable[[str], _T]:
 @for_argparse
 def positive_seconds(text: str) -> float:
     """Return the seconds that an argument means."""
-    seconds = parse_seconds(text)
-    if seconds <= 0:
-        raise ValueError(f"expected a time above 0, got {text!r}")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise ValueError(f"expected seconds above 0, such as 1.5, got {text!r}")
 
 
 def launched_rank() -> int | None:

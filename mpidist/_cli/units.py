@@ -1,4 +1,4 @@
-"""Sizes and times: reading them from text, and showing them."""
+"""Sizes and times: reading sizes from text, and showing both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _BYTES: Final = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-_SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NUMBER: Final = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
 
 
@@ -30,18 +29,6 @@ def parse_size(text: str) -> int:
     if match is None or scale is None or float(match[1]) * scale < 1:
         raise ValueError(f"expected a size such as 4B, 64KiB or 1MB, got {text!r}")
     return int(float(match[1]) * scale)
-
-
-def parse_seconds(text: str) -> float:
-    """Return the seconds that a text such as ``1.5us`` or ``2e-6`` means.
-
-    Raises:
-        ValueError: if the text has another form, or the time is below zero.
-    """
-    match = re.fullmatch(rf"{_NUMBER}\s*([a-z]*)", text.strip())
-    if match is None or match[2] not in _SECONDS:
-        raise ValueError(f"expected a time such as 2us or 1.5e-6, got {text!r}")
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 def show_size(nbytes: int) -> str:

@@ -15,7 +15,7 @@ from mpidist._cli import bench_command
 from mpidist._cli.bench_cases import CASES
 from mpidist._cli.bench_timing import Bench, Row, Timing
 from mpidist._cli.job import Job, UsageError, WrongResultError
-from mpidist._cli.units import parse_seconds, parse_size, show_seconds, show_size
+from mpidist._cli.units import parse_size, show_seconds, show_size
 
 TIMEOUT = 200.0
 MIB = 2**20
@@ -240,14 +240,6 @@ def test_sizes(text, nbytes):
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="expected a size such as"):
         parse_size(text)
-
-
-def test_times():
-    assert parse_seconds("2us") == pytest.approx(2e-6)
-    assert parse_seconds("1.5e-6") == 1.5e-6
-    for text in ("", "2 years", "-1us"):
-        with pytest.raises(ValueError, match="expected a time"):
-            parse_seconds(text)
 
 
 @pytest.mark.parametrize(

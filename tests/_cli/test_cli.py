@@ -127,10 +127,10 @@ def test_without_a_command_it_helps(capsys):
         ),
         (["train.py"], "timeline, docs, got 'train.py'\nusage: mpidist"),
         (["info", "-x"], "mpidist info: error: unrecognized arguments: -x"),
-        (["check", "--timeout", "0"], "expected a time above 0, got '0'"),
+        (["check", "--timeout", "0"], "expected seconds above 0, such as 1.5, got '0'"),
         (["bench", "allreduce"], "expected one of all_reduce, nest, all_gather, run"),
         (["bench", "--sizes", "4X"], "expected a size such as 4B, 64KiB or 1MB, got"),
-        (["bench", "--seconds", "0"], "expected a time above 0, got '0'"),
+        (["bench", "--seconds", "0"], "expected seconds above 0, such as 1.5, got '0'"),
         (["bench", "--seconds", "1", "--quick"], "not allowed with argument --seconds"),
         (["bench", "model"], "expected one of all_reduce, nest, all_gather, run"),
     ],
@@ -155,7 +155,10 @@ def test_ranks_print_a_message_or_help_once(on_ranks):
     assert found["help"][0] == 0
     assert found["help"][1].count("usage: mpidist bench") == 1
     assert found["usage"] == found["file"] == (2, "")
-    assert errors.count("error: argument --seconds: expected a time such as") == 1
+    assert (
+        errors.count("error: argument --seconds: expected seconds above 0, such as")
+        == 1
+    )
     assert errors.count("there is no folder /no/such") == 1
 
 
