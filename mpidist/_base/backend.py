@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist._base import guests
+from mpidist._base.expect import expect
 from mpidist._base.types import Array, DeviceArray, DType, HostArray, Nest, Shape
 
 LeafKind = Literal["array", "scalar", "number", "torch", "jax"]
@@ -61,7 +62,7 @@ class Device:
             sys.modules["cupy"].cuda.Device(self.index).use()
 
 
-def select_device(request: object, local_rank: int) -> Device:
+def select_device(request: Any, local_rank: int) -> Device:
     """Return the device that ``"auto"``, ``"gpu:1"`` and the like mean.
 
     Args:
@@ -72,19 +73,13 @@ def select_device(request: object, local_rank: int) -> Device:
         TypeError, ValueError: if the request is invalid.
         RuntimeError: if the request is "gpu" and CuPy or the GPU is missing.
     """
-    if not isinstance(request, str):
-        raise TypeError(
-            'MPIStrategy: expected `device` to be "auto", "cpu", "gpu" or "gpu:K", '
-            f"got {request!r} of type {type(request).__name__}"
-        )
+    call, what = "MPIStrategy", '`device` to be "auto", "cpu", "gpu" or "gpu:K"'
+    expect(isinstance(request, str), call, what, request)
     kind, _, index = request.lower().partition(":")
     if request.lower() == "cpu":
         return Device("cpu")
-    if kind not in ("auto", "gpu") or (index and not index.isdigit()):
-        raise ValueError(
-            'MPIStrategy: expected `device` to be "auto", "cpu", "gpu" or "gpu:K", '
-            f"got {request!r}"
-        )
+    fits = kind in ("auto", "gpu") and (not index or index.isdigit())
+    expect(fits, call, what, request, error=ValueError)
     if kind == "auto" and index:
         raise ValueError(f'MPIStrategy: write device="gpu:{index}", not {request!r}')
     count, reason = count_gpus()

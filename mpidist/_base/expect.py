@@ -37,7 +37,7 @@ def as_int(
     name: str,
     value: Any,
     *,
-    least: int,
+    least: int | None = None,
     hint: str = "",
     kind: str = "an int",
 ) -> int:
@@ -45,7 +45,7 @@ def as_int(
 
     Raises:
         TypeError: if it is something else, a bool too.
-        ValueError: if it is less than ``least``.
+        ValueError: if it is less than ``least``, if that is given.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -53,7 +53,7 @@ def as_int(
         number = None
     expect(number is not None, call, f"`{name}` to be {kind}", value, hint)
     assert number is not None
-    if number < least:
+    if least is not None and number < least:
         raise ValueError(
             f"{call}: expected `{name}` to be {least} or more, got {number}"
         )

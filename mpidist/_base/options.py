@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import warnings
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from mpidist._base.expect import as_int, expect
 
 Compression = Literal["none", "fp16", "bf16"]
 LARGEST_NUMBER: Final = 1e9
@@ -93,27 +95,22 @@ class CommunicationOptions:
                 compression is unknown.
             TypeError: if a size, time or flag has the wrong type.
         """
-        if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int):
-            raise TypeError(
-                _expected("bytes_per_pack", "an int of bytes", bytes_per_pack)
-            )
-        if bytes_per_pack < 0:
-            expected = "0 (automatic) or a number of bytes"
-            raise ValueError(_expected("bytes_per_pack", expected, bytes_per_pack))
-        seconds = 0.0 if timeout_seconds is None else timeout_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            expected = "a number of seconds or None"
-            raise TypeError(_expected("timeout_seconds", expected, seconds))
-        if not 0 <= seconds <= LARGEST_NUMBER:
-            limit = f"{LARGEST_NUMBER:,.0f}"
-            expected = f"0 (no limit) or a number of seconds up to {limit}"
-            raise ValueError(_expected("timeout_seconds", expected, seconds))
+        call = "CommunicationOptions"
+        kind = "an int of bytes (0: automatic)"
+        as_int(call, "bytes_per_pack", bytes_per_pack, least=0, kind=kind)
+        seconds: Any = 0.0 if timeout_seconds is None else timeout_seconds
+        fits = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        most = f"{LARGEST_NUMBER:,.0f}"
+        what = f"`timeout_seconds` to be a number of seconds up to {most} (0: no limit)"
+        expect(fits, call, what, seconds)
+        fits = 0 <= seconds <= LARGEST_NUMBER
+        expect(fits, call, what, seconds, error=ValueError)
         for name, flag in (("guard", guard), ("error_feedback", error_feedback)):
-            if flag is not None and not isinstance(flag, bool):
-                raise TypeError(_expected(name, "True, False or None", flag))
-        if compression is not None and compression not in COMPRESSIONS:
-            expected = '"fp16", "bf16", "none" or None'
-            raise ValueError(_expected("compression", expected, compression))
+            fits = flag is None or isinstance(flag, bool)
+            expect(fits, call, f"`{name}` to be True, False or None", flag)
+        fits = compression is None or compression in COMPRESSIONS
+        what = '`compression` to be "fp16", "bf16", "none" or None'
+        expect(fits, call, what, compression, error=ValueError)
         self.__dict__.update(  # past the check of a frozen class
             bytes_per_pack=bytes_per_pack,
             timeout_seconds=timeout_seconds,
@@ -152,16 +149,13 @@ def CollectiveHints(  # noqa: N802 - TensorFlow's name
     )
 
 
-def _expected(name: str, expected: str, value: object) -> str:
-    return f"CommunicationOptions: expected `{name}` to be {expected}, got {value!r}"
-
-
 def _as_implementation(
     value: CommunicationImplementation | str,
 ) -> CommunicationImplementation:
     if isinstance(value, CommunicationImplementation):
         return value
     known = {item.name: item for item in CommunicationImplementation}
-    if isinstance(value, str) and value.upper() in known:
-        return known[value.upper()]
-    raise ValueError(_expected("implementation", f"one of {', '.join(known)}", value))
+    name = value.upper() if isinstance(value, str) else ""
+    what = f"`implementation` to be one of {', '.join(known)}"
+    expect(name in known, "CommunicationOptions", what, value, error=ValueError)
+    return known[name]

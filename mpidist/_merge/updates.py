@@ -45,6 +45,7 @@ from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
 from mpidist._agreement.sections import join
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
+from mpidist._base.expect import expect
 from mpidist._base.fingerprint import (
     fingerprint,
     fingerprint_of_bytes,
@@ -434,8 +435,7 @@ def check_update(
     Raises:
         TypeError, ValueError: as `StrategyExtended.update` says.
     """
-    if not callable(fn):
-        raise TypeError(f"update: expected `fn` to be a function, got {fn!r}")
+    expect(callable(fn), "update", "`fn` to be a function", fn)
     kwargs = {} if kwargs is None else kwargs
     check_arguments("update", args, kwargs)
     if not kwargs and _SAME.issuperset(map(type, args)):

@@ -12,6 +12,7 @@ import sys
 from typing import Any, Final, NoReturn, TypeAlias
 
 from mpidist._base import threads
+from mpidist._base.expect import expect
 from mpidist._mpi import launcher
 
 MpiModule: TypeAlias = Any
@@ -72,7 +73,7 @@ def mpi_module() -> MpiModule:
         ) from error
 
 
-def check_communicator(comm: object) -> MpiComm:
+def check_communicator(comm: Any) -> MpiComm:
     """Return ``comm``, or COMM_WORLD for None.
 
     Raises:
@@ -81,11 +82,8 @@ def check_communicator(comm: object) -> MpiComm:
     mpi = mpi_module()
     if comm is None:
         return mpi.COMM_WORLD
-    if not isinstance(comm, mpi.Comm):
-        raise TypeError(
-            "MPIStrategy: expected `comm` to be an `mpi4py.MPI.Comm` or None, got "
-            f"{comm!r} of type {type(comm).__name__}"
-        )
+    what = "`comm` to be an `mpi4py.MPI.Comm` or None"
+    expect(isinstance(comm, mpi.Comm), "MPIStrategy", what, comm)
     if comm == mpi.COMM_NULL:
         raise ValueError(
             "MPIStrategy: `comm` is MPI.COMM_NULL, which this rank is not part of; "

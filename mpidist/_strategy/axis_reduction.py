@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mpidist._base import backend
+from mpidist._base.expect import as_int
 from mpidist._base.reduce_op import RULES, ReduceOp
 from mpidist._base.types import Array, DType, Nest
 from mpidist._collectives import dtype_table
@@ -35,13 +36,8 @@ def as_axes(axis: object) -> tuple[int, ...] | None:
     if axis is None:
         return None
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    for one in axes:
-        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
-            raise TypeError(
-                f"{_CALL}: expected `axis` to be an int, a tuple of ints or None, got "
-                f"{axis!r}"
-            )
-    return tuple(int(one) for one in axes)
+    kind = "an int, a tuple of ints or None"
+    return tuple(as_int(_CALL, "axis", one, kind=kind) for one in axes)
 
 
 def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
 from mpidist._base import nest
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
@@ -132,25 +130,6 @@ def _all_of(strategy: Any, output: Nest) -> tuple[Nest, ...]:
         return rows
     number: int = strategy.num_replicas_in_sync
     return rows[:1] * number  # the same on all replicas
-
-
-def check_iterations(iterations: object) -> None:
-    """Raise if a number of steps is invalid.
-
-    Raises:
-        TypeError: if it is not an int.
-        ValueError: if it is less than 1.
-    """
-    if isinstance(iterations, bool) or not isinstance(iterations, (int, np.integer)):
-        raise TypeError(
-            "experimental_run_steps_on_iterator: expected `iterations` to be an int, "
-            f"got {iterations!r}"
-        )
-    if iterations < 1:
-        raise ValueError(
-            "experimental_run_steps_on_iterator: expected 1 or more `iterations`, got "
-            f"{iterations}"
-        )
 
 
 def run_steps(

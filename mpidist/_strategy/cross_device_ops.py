@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, checksums, nest
+from mpidist._base.expect import as_int, expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
@@ -115,21 +116,20 @@ class CrossDeviceOps:
         def reduce() -> list[_Result]:
             op = as_reduce_op(reduce_op, call)
             for value, destinations in pairs:
-                if not (differs(value) or is_same(group, value)):
-                    raise ValueError(
-                        f"{call}: expected a `mpidist.PerReplica`, got {value!r:.80}; "
-                        "pass what `strategy.run` returned"
-                    )
+                fits = differs(value) or is_same(group, value)
+                what, hint = (
+                    "a `mpidist.PerReplica`",
+                    "pass what `strategy.run` returned",
+                )
+                expect(fits, call, what, value, hint, error=ValueError)
                 check_destinations(group, destinations, call)
             if len(pairs) == 1:
                 results = [self.reduce_implementation(op, *pairs[0], options)]
             else:
                 results = self.batch_reduce_implementation(op, pairs, options)
-            if not isinstance(results, list) or len(results) != len(pairs):
-                raise TypeError(
-                    f"{call}: expected a list of {len(pairs)} results from "
-                    f"`batch_reduce_implementation`, got {results!r:.80}"
-                )
+            fits = isinstance(results, list) and len(results) == len(pairs)
+            what = f"{len(pairs)} results from `batch_reduce_implementation`, in a list"
+            expect(fits, call, what, results)
             return [
                 (result, root_of(group, destinations) is None)
                 for result, (_, destinations) in zip(results, pairs, strict=True)
@@ -224,17 +224,7 @@ class _Packed(CollectiveAllReduce):
         Raises:
             ValueError: if the number is negative.
         """
-        if isinstance(num_packs, bool) or not isinstance(num_packs, int):
-            raise TypeError(
-                f"{type(self).__name__}: expected `num_packs` to be an int, got "
-                f"{num_packs!r}"
-            )
-        if num_packs < 0:
-            raise ValueError(
-                f"{type(self).__name__}: expected `num_packs` to be 0 or more, got "
-                f"{num_packs}"
-            )
-        self._num_packs = num_packs
+        self._num_packs = as_int(type(self).__name__, "num_packs", num_packs, least=0)
 
     def batch_reduce_implementation(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpidist._base.expect import as_int, expect
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy import setup as setup  # makes the default strategy current
@@ -82,12 +83,8 @@ def check_root(root: object, group: ReplicaGroup, call: str) -> None:
     Raises:
         TypeError, ValueError: if it is not.
     """
-    if isinstance(root, bool) or not isinstance(root, int):
-        raise TypeError(f"{call}: expected `root` to be an int, got {root!r}")
-    if not 0 <= root < group.num_replicas:
-        raise ValueError(
-            f"{call}: expected `root` from 0 to {group.num_replicas - 1}, got {root}"
-        )
+    number, most = as_int(call, "root", root, least=0), group.num_replicas - 1
+    expect(number <= most, call, f"`root` from 0 to {most}", root, error=ValueError)
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -103,10 +100,6 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is None:
         context.push_global(None)
         return
-    given: object = strategy
-    if not isinstance(given, Strategy):
-        raise TypeError(
-            "experimental_set_strategy: expected a `mpidist.Strategy` or None, got "
-            f"{strategy!r}"
-        )
-    context.push_global(context.Frame(group_of(given), context.Level.CROSS_REPLICA))
+    call, is_one = "experimental_set_strategy", isinstance(strategy, Strategy)
+    expect(is_one, call, "a `mpidist.Strategy` or None", strategy)
+    context.push_global(context.Frame(group_of(strategy), context.Level.CROSS_REPLICA))

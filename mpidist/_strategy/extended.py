@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import overload
 
 from mpidist._base import nest
+from mpidist._base.expect import as_int, expect
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
@@ -26,7 +27,6 @@ from mpidist._strategy import operations as operations  # registers them
 from mpidist._strategy.contexts import (
     MultiStepContext,
     Steps,
-    check_iterations,
     run_steps,
 )
 from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
@@ -105,7 +105,7 @@ class StrategyExtended:
         )
         return value if found is None else found
 
-    def variable_created_in_scope(self, v: object) -> bool:
+    def variable_created_in_scope(self, v: Nest) -> bool:
         """Return whether a variable belongs to this strategy. Not collective.
 
         Variables created outside every scope belong to the default strategy.
@@ -113,11 +113,8 @@ class StrategyExtended:
         Raises:
             TypeError: if ``v`` is not a variable.
         """
-        if not isinstance(v, Variable):
-            raise TypeError(
-                "variable_created_in_scope: expected a `mpidist.Variable`, got "
-                f"{v!r:.80} of type {type(v).__name__}"
-            )
+        call, is_variable = "variable_created_in_scope", isinstance(v, Variable)
+        expect(is_variable, call, "a `mpidist.Variable`", v)
         return storage_of(v).group is self._group
 
     @contextlib.contextmanager
@@ -255,7 +252,7 @@ class StrategyExtended:
         call = "experimental_run_steps_on_iterator"
         context.require_cross_replica(self._group, call)
         try:
-            check_iterations(iterations)
+            iterations = as_int(call, "iterations", iterations, least=1)
         except Exception as error:
             dispatch.refuse(self._group, call, error)
         return run_steps(self._group, fn, iterator, iterations, initial_loop_values)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, nest
+from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import RULES, ReduceFunction, ReduceOp, as_reduce_op
@@ -55,8 +57,7 @@ def _call_for_each_replica(
     call = call_of(f"the end of run({name})")
 
     def body(section: SectionResult) -> Nest:
-        if not callable(fn):
-            raise TypeError(f"run: expected `fn` to be a function, got {fn!r}")
+        expect(callable(fn), "run", "`fn` to be a function", fn)
         check_arguments("run", args, kwargs)
         for leaf in nest.flatten((args, kwargs))[0] if args or kwargs else ():
             registry.check("Strategy.run", leaf)
@@ -169,11 +170,8 @@ def _reduce_same(
     call: str,
 ) -> Nest:
     """Reduce a value that is not a PerReplica: the same on all replicas."""
-    if isinstance(leaf, (list, tuple)) or leaf is None:
-        raise TypeError(
-            f"{call}: expected a PerReplica, got {leaf!r}; pass what `strategy.run` "
-            "returned"
-        )
+    fits = not isinstance(leaf, (list, tuple, types.NoneType))
+    expect(fits, call, "a PerReplica", leaf, "pass what `strategy.run` returned")
     if not group.is_mpi and axes is None:
         return own_component(leaf)  # one replica: no wrapping needed
     if not RULES[op].idempotent and group.is_mpi:
@@ -294,15 +292,13 @@ def _flatten_pairs(
     return structures, leaves, wanted
 
 
-def _check_pairs(pairs: object, call: str) -> list[Pair]:
-    if isinstance(pairs, (list, tuple)) and all(
+def _check_pairs(pairs: Any, call: str) -> list[Pair]:
+    fits = isinstance(pairs, (list, tuple)) and all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
-    ):
-        return [(pair[0], pair[1]) for pair in pairs]
-    raise ValueError(
-        f"{call}: expected `value_destination_pairs` to be a list of (value, "
-        f"destinations) tuples, got {pairs!r:.200}"
     )
+    what = "`value_destination_pairs` to be a list of (value, destinations) tuples"
+    expect(fits, call, what, pairs, error=ValueError)
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 @dispatch.operation("broadcast_to")

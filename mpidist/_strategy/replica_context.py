@@ -47,9 +47,8 @@ class ReplicaContext:
         group = group_of(strategy)
         own = group.replica_id
         given = replica_id_in_sync_group
-        if given is not None and (
-            isinstance(given, bool) or not isinstance(given, (int, np.integer))
-        ):
+        is_int = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+        if not (given is None or is_int):
             raise ValueError(
                 "ReplicaContext: replica_id_in_sync_group can only be an integer or "
                 f"None, got {given!r}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from typing import SupportsIndex
 
 import numpy as np
 
 from mpidist._base import backend, guests, shuffle_seeds, threads
+from mpidist._base.expect import as_int
 from mpidist._runtime import context
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist.cluster import this_process
@@ -41,11 +41,7 @@ def seed_all(
     Raises:
         TypeError, ValueError: if it is not such a seed.
     """
-    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex):
-        raise TypeError(f"seed_all: expected `seed` to be an int, got {seed!r:.80}")
-    number = operator.index(seed)
-    if number < 0:
-        raise ValueError(f"seed_all: expected `seed` to be 0 or more, got {number}")
+    number = as_int("seed_all", "seed", seed, least=0)
     key = (_rank(strategy),) if per_rank else ()
     sequence = np.random.SeedSequence(number, spawn_key=key)
     shuffle_seeds.begin(number)

@@ -22,6 +22,7 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Key
 from mpidist._base import backend, interactive, threads
 from mpidist._base.environment import Environment, debugging, read_environment
+from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint_of_bytes
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._collectives import bits, node
@@ -299,19 +300,15 @@ def _check_arguments(arguments: Arguments) -> CommunicationOptions:
     """
     if arguments.wrong is not None:
         raise arguments.wrong
-    options: object = arguments.communication_options
-    if options is not None and not isinstance(options, CommunicationOptions):
-        raise TypeError(
-            "MPIStrategy: expected `communication_options` to be a `mpidist."
-            f"experimental.CommunicationOptions`, got {type(options).__name__}"
-        )
-    ops: object = arguments.cross_device_ops
-    if ops is not None and not isinstance(ops, CrossDeviceOps):
-        raise TypeError(
-            "MPIStrategy: expected `cross_device_ops` to be a `mpidist."
-            f"CrossDeviceOps`, got {ops!r:.80}"
-        )
-    return CommunicationOptions().merge(options)
+    for name, kind, where in (
+        ("communication_options", CommunicationOptions, "mpidist.experimental"),
+        ("cross_device_ops", CrossDeviceOps, "mpidist"),
+    ):
+        given = getattr(arguments, name)
+        fits = given is None or isinstance(given, kind)
+        what = f"`{name}` to be a `{where}.{kind.__name__}`"
+        expect(fits, "MPIStrategy", what, given)
+    return CommunicationOptions().merge(arguments.communication_options)
 
 
 def _repairer(group: ReplicaGroup) -> Callable[[Sequence[Key]], None]:

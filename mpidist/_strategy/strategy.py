@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Final, NoReturn, TypeAlias, overload
 
+from mpidist._base.expect import expect
 from mpidist._base.nest import map_structure
 from mpidist._base.reduce_op import ReduceFunction, ReduceOp
 from mpidist._base.remedies import explain_attributes
@@ -433,12 +434,10 @@ class Strategy:
         """
         call = "experimental_distribute_values_from_function"
         frame = context.require_cross_replica(self._group, call)
-        given: object = value_fn
-        if not callable(given):
-            error = TypeError(
-                f"{call}: expected `value_fn` to be a function of a ValueContext, got "
-                f"{value_fn!r}"
-            )
+        what = "`value_fn` to be a function of a ValueContext"
+        try:
+            expect(callable(value_fn), call, what, value_fn)
+        except TypeError as error:
             dispatch.refuse(self._group, call, error)
         if frame.coordinator is None:
             return dispatch.execute(self._group, "distribute_values", (value_fn,))

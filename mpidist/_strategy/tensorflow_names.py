@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from mpidist._base import threads
 from mpidist._base.errors import level_of_caller
-from mpidist._base.expect import as_int
+from mpidist._base.expect import as_int, expect
 from mpidist._base.nest import flatten
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Nest
@@ -229,14 +229,14 @@ def _options(
     communication: CommunicationImplementation | str | None,
 ) -> CommunicationOptions | None:
     """Check the arguments of `MultiWorkerMirroredStrategy`; return its options."""
-    if cluster_resolver is not None and not isinstance(
-        cluster_resolver, ClusterResolver
-    ):
-        raise TypeError(
-            "MultiWorkerMirroredStrategy: expected `cluster_resolver` to be None, "
-            f"got {cluster_resolver!r:.80}; leave it out, since the launcher tells MPI "
-            "about the ranks (and write `communication=...` with its name)"
-        )
+    expect(
+        cluster_resolver is None or isinstance(cluster_resolver, ClusterResolver),
+        "MultiWorkerMirroredStrategy",
+        "`cluster_resolver` to be None",
+        cluster_resolver,
+        "leave it out, since the launcher tells MPI about the ranks (and write "
+        "`communication=...` with its name)",
+    )
     if communication is None:
         return options
     if options is not None:
@@ -264,16 +264,18 @@ def _devices(devices: object, num_gpus: object) -> object:
     return ["GPU"] * n or ["CPU"]
 
 
-def _own_device(devices: object) -> str:
+def _own_device(devices: Any) -> str:
     """Return this rank's device among those of all, as `MPIStrategy` names it."""
     if devices is None:
         return "auto"
-    if not isinstance(devices, (list, tuple)):
-        raise TypeError(
-            "MirroredStrategy: expected `devices` to be a list of strings such as "
-            f'["GPU:0", "GPU:1"], got {devices!r:.80}; leave it out for each rank\'s '
-            "GPU, or write `mpidist.MPIStrategy(comm)` for a communicator"
-        )
+    expect(
+        isinstance(devices, (list, tuple)),
+        "MirroredStrategy",
+        '`devices` to be a list of strings such as ["GPU:0", "GPU:1"]',
+        devices,
+        "leave it out for each rank's GPU, or write `mpidist.MPIStrategy(comm)` for a "
+        "communicator",
+    )
     found = [
         _DEVICE.fullmatch(device) if isinstance(device, str) else None
         for device in devices

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend
+from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._values.array_like import to_plain
 from mpidist._values.distributed import PerReplica, is_per_replica
+
+_E = TypeVar("_E", bound=enum.Enum)
+_NAMES: Final[dict[type[enum.Enum], str]] = {
+    VariableSynchronization: "AUTO, ON_WRITE or ON_READ",
+    VariableAggregation: "NONE, SUM, MEAN or ONLY_FIRST_REPLICA",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,36 +43,29 @@ class Attributes:
         )
 
 
-def _member(kind: type[enum.Enum], value: object) -> object:
+def _member(kind: type[_E], value: Any) -> _E:
     """Return the member of an enumeration for a name (case-insensitive)."""
     if isinstance(value, str):
-        return kind.__members__.get(value.upper(), value)
-    return value
+        value = kind.__members__.get(value.upper(), value)
+    argument = kind.__name__.removeprefix("Variable").lower()
+    what = f"`{argument}` to be a `mpidist.{kind.__name__}` ({_NAMES[kind]})"
+    expect(isinstance(value, kind), "Variable", what, value, error=ValueError)
+    member: _E = value
+    return member
 
 
 def check_attributes(
-    trainable: object, name: object, synchronization: object, aggregation: object
+    trainable: object, name: Any, synchronization: object, aggregation: object
 ) -> Attributes:
     """Return the attributes for the arguments of `Variable` of these names.
 
     Raises:
         TypeError, ValueError: if they are not as `Variable` says.
     """
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"Variable: expected `name` to be a str, got {name!r}")
+    fits = name is None or isinstance(name, str)
+    expect(fits, "Variable", "`name` to be a str", name)
     synchronization = _member(VariableSynchronization, synchronization)
     aggregation = _member(VariableAggregation, aggregation)
-    if not isinstance(synchronization, VariableSynchronization):
-        raise ValueError(
-            "Variable: expected `synchronization` to be a `mpidist."
-            f"VariableSynchronization` (AUTO, ON_WRITE or ON_READ), got "
-            f"{synchronization!r}"
-        )
-    if not isinstance(aggregation, VariableAggregation):
-        raise ValueError(
-            "Variable: expected `aggregation` to be a `mpidist.VariableAggregation` "
-            f"(NONE, SUM, MEAN or ONLY_FIRST_REPLICA), got {aggregation!r}"
-        )
     name = name or "Variable"
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(

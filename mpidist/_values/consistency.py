@@ -10,6 +10,7 @@ import numpy as np
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
+from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch, interruptions
@@ -72,10 +73,8 @@ def _group_of(leaves: list[Nest]) -> ReplicaGroup:
 
 def _check_variables(group: ReplicaGroup, leaves: list[Nest]) -> None:
     for leaf in leaves:
-        if not isinstance(leaf, Variable):
-            raise TypeError(
-                f"check_in_sync: expected a `mpidist.Variable`, got {leaf!r:.80}"
-            )
+        is_variable = isinstance(leaf, Variable)
+        expect(is_variable, "check_in_sync", "a `mpidist.Variable`", leaf)
         if storage_of(leaf).on_read:
             raise ValueError(
                 f"check_in_sync: the copies of {leaf!r} may differ, since it is ON_READ"

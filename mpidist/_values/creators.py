@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
+from mpidist._base.expect import expect
+
 # Any: it gets the arguments of `Variable` by name, and returns what it is given.
 Creator: TypeAlias = Callable[..., Any]
 Creators: TypeAlias = tuple[Creator, ...]
@@ -60,12 +62,8 @@ def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
         with strategy.scope(), mpidist.variable_creator_scope(frozen):
             weights = mpidist.Variable(np.zeros(3))
     """
-    given: object = variable_creator
-    if not callable(given):
-        raise TypeError(
-            "variable_creator_scope: expected a function(next_creator, **kwargs), got "
-            f"{variable_creator!r}"
-        )
+    what = "a function(next_creator, **kwargs)"
+    expect(callable(variable_creator), "variable_creator_scope", what, variable_creator)
     with _changed((*_stack.creators, variable_creator)):
         yield
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, nest
+from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import HostArray, Nest, Own
 from mpidist._runtime import context
@@ -40,18 +41,12 @@ class DistributedValues(Components, Generic[Own]):
             ValueError: if it does not have one component per replica.
         """
         name = type(self).__name__
-        if not isinstance(values, (list, tuple)):
-            raise TypeError(
-                f"{name}: expected a list or tuple of components, got "
-                f"{type(values).__name__}"
-            )
+        fits = isinstance(values, (list, tuple))
+        expect(fits, name, "a list or tuple of components", values)
         group = context.current().group
+        what = f"one component for each of the {group.num_replicas} replicas of {group}"
         if len(values) != group.num_replicas:
-            raise ValueError(
-                f"{name}: expected one component for each of the "
-                f"{group.num_replicas} replicas of {group}, got "
-                f"{len(values)}"
-            )
+            raise ValueError(f"{name}: expected {what}, got {len(values)}")
         self._all = tuple(values)
         self._replica_id = group.replica_id
         self._num_replicas = len(values)

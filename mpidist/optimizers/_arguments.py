@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from mpidist._base import backend, checksums
+from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Array, DType, Nest
 from mpidist._base.variable_enums import VariableSynchronization
@@ -34,7 +35,7 @@ def compute_dtype(dtype: DType) -> DType:
 
 
 def number(
-    where: str,
+    call: str,
     argument: str,
     value: object,
     fits: Callable[[float], bool],
@@ -44,7 +45,7 @@ def number(
     """Return a setting as a float.
 
     Args:
-        where: the beginning of messages, such as "SGD: ".
+        call: the name of what it is a setting of, such as "SGD".
         argument: its name.
         value: the setting.
         fits: returns whether a number is allowed.
@@ -56,13 +57,9 @@ def number(
         ValueError: if the number is not allowed.
     """
     x = backend.as_real(value)
-    if x is None:
-        raise TypeError(
-            f"{where}expected `{argument}` to be {kind}, got {value!r:.80} of type "
-            f"{type(value).__name__}"
-        )
-    if not fits(x):
-        raise ValueError(f"{where}expected `{argument}` to be {which}, got {value!r}")
+    expect(x is not None, call, f"`{argument}` to be {kind}", value)
+    assert x is not None
+    expect(fits(x), call, f"`{argument}` to be {which}", value, error=ValueError)
     return x
 
 

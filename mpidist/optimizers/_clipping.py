@@ -49,7 +49,7 @@ def clip_by_global_norm(
         ValueError: if ``clip_norm`` is not greater than 0.
     """
     call = "clip_by_global_norm"
-    clip = _limit(f"{call}: ", "clip_norm", clip_norm)
+    clip = _limit(call, "clip_norm", clip_norm)
     leaves, structure = nest.flatten(grads)
     for leaf in leaves:
         if is_per_replica(leaf):
@@ -105,7 +105,7 @@ class Clipping:
             names = " and ".join(f"`{name}`" for name in given)
             raise ValueError(f"{kind}: got {names}; leave out all but one")
         self.settings: dict[str, float] = {
-            name: _limit(f"{kind}: ", name, x) for name, x in given.items()
+            name: _limit(kind, name, x) for name, x in given.items()
         }
         self.clipvalue: float | None = self.settings.get("clipvalue")
 
@@ -126,8 +126,8 @@ class Clipping:
         return [scale] * len(arrays)
 
 
-def _limit(where: str, argument: str, value: object) -> float:
-    return number(where, argument, value, lambda x: x > 0, "above 0")
+def _limit(call: str, argument: str, value: object) -> float:
+    return number(call, argument, value, lambda x: x > 0, "above 0")
 
 
 def blocks(x: Array) -> Iterator[slice]:

@@ -191,7 +191,7 @@ class Optimizer(Rule):
         if callable(learning_rate):
             learning_rate = of_step(learning_rate)
         else:
-            learning_rate = _check_rate(f"{kind}: ", learning_rate)
+            learning_rate = _check_rate(kind, learning_rate)
         self._learning_rate = learning_rate
 
     def build(self, variables: Iterable[Variable]) -> None:
@@ -341,13 +341,10 @@ class Optimizer(Rule):
         schedule = self._learning_rate
         if not callable(schedule):
             return schedule
-        where, rate = f"{type(self).__name__}: at step {step}, ", schedule(step)
-        if backend.as_real(rate) is None:
-            raise TypeError(
-                f"{where}expected the function for `learning_rate` to return a number, "
-                f"got {rate!r:.80} of type {type(rate).__name__}"
-            )
-        return _check_rate(where, rate)
+        call, rate = f"{type(self).__name__} at step {step}", schedule(step)
+        what = "the function for `learning_rate` to return a number"
+        expect(backend.as_real(rate) is not None, call, what, rate)
+        return _check_rate(call, rate)
 
     def _reference(self) -> _Reference:
         state = self._state
@@ -449,9 +446,9 @@ class Optimizer(Rule):
         state.share(given.variables, f"{APPLY} of {self._name}, sharing the parts")
 
 
-def _check_rate(where: str, rate: object) -> float:
+def _check_rate(call: str, rate: object) -> float:
     return number(
-        where,
+        call,
         "learning_rate",
         rate,
         lambda x: 0 <= x < math.inf,

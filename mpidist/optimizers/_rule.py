@@ -70,7 +70,7 @@ class Rule:
                 return 0 <= x < limit
 
             which = f"0 or more{f' and below {limit:g}' if limit < math.inf else ''}"
-            self._settings[key] = number(f"{kind}: ", key, x, fits, which)
+            self._settings[key] = number(kind, key, x, fits, which)
         self._clipping = Clipping(kind, *clipping)
         self._not_decayed: list[str] = []
         self._not_decayed_variables: list[Variable] = []

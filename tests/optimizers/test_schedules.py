@@ -66,7 +66,7 @@ def test_a_schedule_that_gives_no_number_changes_nothing(rate):
     w = mpidist.Variable(np.ones(1))
     optimizer = SGD(lambda step: 0.1 if step == 0 else rate)
     optimizer.apply_gradients([(np.ones(1), w)])
-    with pytest.raises((TypeError, ValueError), match="at step 1, expected"):
+    with pytest.raises((TypeError, ValueError), match="at step 1: expected"):
         optimizer.apply_gradients([(np.ones(1), w)])
     assert int(optimizer.iterations) == 1
     np.testing.assert_allclose(w.numpy(), 0.9)
