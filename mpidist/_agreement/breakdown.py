@@ -29,7 +29,7 @@ from mpidist._base.errors import (
     on_rank,
 )
 from mpidist._mpi import survival
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 _UNUSABLE: Final = "this strategy cannot be used any more"
 

@@ -35,7 +35,8 @@ from mpidist._agreement.polling import (
     YIELD_SECONDS_FOR_DATA,
     poll,
 )
-from mpidist._mpi.communicator import Communicator, Request
+from mpidist._mpi.any_communicator import Request
+from mpidist._mpi.communicator import Communicator
 
 OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1

@@ -11,8 +11,8 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.polling import poll
 from mpidist._base.errors import CollectiveTimeoutError, ReplicaLostError, format_ranks
 from mpidist._mpi import survival
+from mpidist._mpi.any_communicator import Request
 from mpidist._mpi.buffers import Transfer
-from mpidist._mpi.communicator import Request
 
 
 class Deadline:

@@ -44,7 +44,7 @@ from mpidist._agreement.mismatch import Call, ErrorKind
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
 from mpidist._base.errors import CollectiveError, is_interruption, on_rank, was_told
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._timeline.observer import NOTHING
 
 _UNSETTLED: Final = (AGAIN, LEFT)

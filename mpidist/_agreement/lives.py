@@ -31,7 +31,7 @@ from typing import Final
 from mpidist._agreement.stacks import Process
 from mpidist._base.machine import status_of
 from mpidist._mpi import survival
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 _LAUNCHER_SECONDS: Final = 5.0
 """How long a launcher that ends the job with its first dead process may take."""

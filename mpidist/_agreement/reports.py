@@ -10,7 +10,7 @@ from mpidist._agreement.breakdown import Breakdown, Payload
 from mpidist._agreement.call_state import SharedState
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
 from mpidist._base.errors import as_told
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 
 class Writes(Protocol):

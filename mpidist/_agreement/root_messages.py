@@ -16,7 +16,7 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, call_of
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._timeline.observer import Calls, Span, observed
 
 _MESSAGE_ROOM: Final = 2**20

@@ -27,8 +27,8 @@ from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll
 from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.watchdog import Watchdog
 from mpidist._base import reporting
+from mpidist._mpi.any_communicator import AnyCommunicator, Request
 from mpidist._mpi.buffers import Transfer
-from mpidist._mpi.communicator import AnyCommunicator, Request
 from mpidist._timeline.observer import NOTHING
 
 _MOST_LINES: Final = 20  # of a report

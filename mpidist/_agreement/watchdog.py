@@ -18,7 +18,7 @@ from typing import Final
 
 from mpidist._base import reporting
 from mpidist._base.errors import CollectiveTimeoutError, on_rank
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 _LOOK_SECONDS: Final = 0.1
 

@@ -225,8 +225,14 @@ def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
 
 def by_value(values: Sequence[Any], say: Callable[[Any], str] = str) -> str:
     """Return a line for each value, with the ranks that have it; none for None."""
+    groups = ranks_by(values)
+    groups.pop(None, None)
+    return "\n".join(f"  {format_ranks(r)}: {say(v)}" for v, r in groups.items())
+
+
+def ranks_by(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """Return the ranks that have each value, by the value."""
     groups: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
-        if value is not None:
-            groups.setdefault(value, []).append(rank)
-    return "\n".join(f"  {format_ranks(r)}: {say(v)}" for v, r in groups.items())
+        groups.setdefault(value, []).append(rank)
+    return groups

@@ -103,7 +103,7 @@ def open_node(comm: Communicator) -> tuple[Node | None, str]:
     """
     if comm.size == 1:
         return None, ""
-    core, said = _native.core, comm.agreement.about
+    core, said = _native.core, comm.said
     found = _first([one["no_memory"] for one in said])
     if found:
         return None, found

@@ -77,7 +77,7 @@ class DirectTransport:
     def allreduce_in_place(self, buffer: Array, op: MPIOp) -> None:
         """Reduce ``buffer`` of all ranks into itself."""
         backend.synchronize(buffer)
-        self.comm.allreduce_in_place(buffer, op)
+        self.comm.allreduce(None, buffer, op)
 
     def reduce(self, buffer: Array, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root."""

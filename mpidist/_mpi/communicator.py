@@ -1,8 +1,7 @@
 """Communicators: flat buffers and small messages over MPI.
 
-`Communicator` is a private duplicate of an MPI communicator. What all rooms below ask
-of one is `AnyCommunicator`: so do `self_communicator` for the one replica of the
-default strategy, and `mpidist.testing` for replicas that are threads.
+`Communicator` is a private duplicate of an MPI communicator. What all rooms ask of one
+is `AnyCommunicator`: `mpidist.testing` has another for replicas that are threads.
 
 Methods that communicate are collective over the communicator, unless they say
 otherwise, and count what they are given (`Traffic`). Buffers are one-dimensional and
@@ -34,15 +33,10 @@ from mpidist._base.environment import AllReduceChoice
 from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
-from mpidist._mpi import between, collective_release, survival, versions
-from mpidist._mpi.buffers import (
-    Buffer,
-    BufferCollectives,
-    Transfer,
-    Way,
-    chosen_way,
-    starts_of,
-)
+from mpidist._mpi import between, buffers, collective_release, survival, versions
+from mpidist._mpi.any_communicator import MESSAGE_BYTES, Request
+from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
+from mpidist._mpi.buffers import Buffer, BufferCollectives, Way, chosen_way, starts_of
 from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import (
@@ -55,9 +49,6 @@ from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")
 
-MESSAGE_BYTES: Final = 1016
-"""The most bytes of a message that is sent at once (`start_message`)."""
-
 _CALL: Final = "MPIStrategy(...)"
 _NOTICE_TAG: Final = 7
 _PROBES: Final = 4
@@ -66,97 +57,18 @@ _MESSAGE_HEAD: Final = 8  # bytes: the length of a message
 _LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
 
 
-class Request(Protocol):
-    """A non-blocking operation that was started."""
-
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether it has completed, and make progress."""
-
-    def leak(self) -> None:
-        """Leak its buffers: it is abandoned, and MPI may still use them."""
-
-    @property
-    def result(self) -> Any:
-        """What it returns, once it has completed."""
-
-
-class Waiter(Protocol):
+class Waiter(buffers.Waiter, Protocol):
     """What waits for the requests of a communicator, with a deadline."""
 
     def wait(self, request: Request, what: str) -> None:
         """Wait until a request has completed."""
-
-    def wait_data(self, transfer: Transfer) -> None:
-        """Wait until collectives that move data have completed."""
-
-    def block(self, call: Callable[[], object]) -> None:
-        """Make a call of MPI that blocks, under a watchdog."""
-
-    def failed(self, error: BaseException) -> BaseException:
-        """Return what to raise in place of an exception of MPI."""
 
     @property
     def broken(self) -> str:
         """Why messages may never complete; "" while they will."""
 
 
-class AnyCommunicator(Protocol):
-    """What the rooms below ask of a communicator. See `Communicator` for the methods.
-
-    Attributes:
-        rank: of this process.
-        size: the number of ranks.
-        machine_size: the number of ranks on this machine.
-        local_rank: this rank's number on its node.
-        local_size: the number of ranks on its node.
-        node_ranks: the ranks of its node, in its order.
-        num_nodes: the number of nodes; the same on all ranks.
-        smallest_node: the fewest ranks of a node; the same on all ranks.
-        node_numbers: the node of each rank, from 0 in the order of their first ranks.
-        host_names: the machine of each rank.
-        message_bytes: the most bytes of a message that is sent at once.
-        identity: the same on all ranks, and of no other communicator.
-        outlives_ranks: whether the job goes on when a rank dies (`survival.is_on`).
-        traffic: what this rank has communicated.
-    """
-
-    rank: int
-    size: int
-    machine_size: int
-    local_rank: int
-    local_size: int
-    node_ranks: list[int]
-    num_nodes: int
-    smallest_node: int
-    node_numbers: list[int]
-    host_names: list[str]
-    message_bytes: int
-    identity: str
-    outlives_ranks: bool
-    traffic: Traffic
-
-    def together(self, step: Callable[[], _T], what: str) -> _T: ...
-    def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None: ...
-    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None: ...
-    def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None: ...
-    def broadcast(self, buffer: Buffer, root: int) -> None: ...
-    def all_gather(self, send: Buffer, receive: Buffer, counts: list[int]) -> None: ...
-    def gather(
-        self, send: Buffer, receive: Buffer | None, counts: list[int], root: int
-    ) -> None: ...
-    def scatter(
-        self, send: Buffer | None, receive: Buffer, counts: list[int], root: int
-    ) -> None: ...
-    def all_gather_objects(self, data: bytes) -> list[bytes]: ...
-    def all_gather_integers(self, numbers: list[int]) -> list[list[int]]: ...
-    def start_message(self, data: bytes | None) -> Request: ...
-    def start_send(self, data: bytes, receiver: int) -> Request: ...
-    def receive_any(self) -> bytes | None: ...
-    def losses(self) -> tuple[int, ...] | None: ...
-    def revoke(self) -> None: ...
-
-
-class Communicator:
+class Communicator(AnyCommunicator):
     """A private duplicate of an MPI communicator.
 
     Attributes:
@@ -165,10 +77,8 @@ class Communicator:
         node_sizes: the number of ranks of each node.
         crowded: whether a machine has more ranks than cores; the same on all ranks.
         buffers: the collectives of this communicator, without its statistics.
-        agreement: what all ranks have in common, and what each has said of itself.
+        said: what each rank has said of itself.
     """
-
-    message_bytes = MESSAGE_BYTES
 
     def __init__(
         self,
@@ -193,22 +103,22 @@ class Communicator:
             allreduce: how the user wants sums between nodes to be made. If ranks say
                 different ones, all take the same, until they are compared.
             about: returns what else this rank tells the others of itself
-                (``agreement.about``), as JSON has it.
+                (``said``), as JSON has it.
 
         Raises:
             ValueError: on all ranks, if one of them has a problem.
             CollectiveMismatchError: on all ranks, if their versions do not fit.
         """
-        self.traffic: Traffic = Traffic()
-        self.outlives_ranks: bool = survival.is_on()
+        self.traffic = Traffic()
+        self.outlives_ranks = survival.is_on()
         self._waiter = waiter
         self._channel: _native.Between | None = None
         self._to_free: list[Callable[[], object]] = []
         self._when_freed: Callable[[], None] = _nothing
         self._dropped = False
         self._comm = duplicate(comm, waiter.wait)
-        self.rank: int = self._comm.Get_rank()
-        self.size: int = self._comm.Get_size()
+        self.rank = self._comm.Get_rank()
+        self.size = self._comm.Get_size()
 
         def look() -> dict[str, Any]:
             host = mpi_module().Get_processor_name()
@@ -224,15 +134,15 @@ class Communicator:
                 **about(),
             }
 
-        self.agreement: versions.Agreement = self._agree(problem, look)
-        said = self.agreement.about
+        self.said: list[dict[str, Any]] = self._agree(problem, look)
+        said = self.said
         gathers, in_flight = max(one["allreduce"] for one in said)
         self._way: Way | None = None
         if in_flight:
             self._way = chosen_way(AllReduceChoice(bool(gathers), in_flight))
         self.buffers: BufferCollectives = self._new_buffers(self._comm)
         self._find_node(said)
-        self.identity: str = said[0]["key"]
+        self.identity = said[0]["key"]
         self._resource = collective_release.CollectiveResource(
             self.identity, self.size, self._in_use, self._free, self._is_orphan
         )
@@ -246,7 +156,7 @@ class Communicator:
 
     def _find_node(self, said: list[dict[str, Any]]) -> None:
         """Find this rank's place on its machine, and on its node. Not collective."""
-        self.host_names: list[str] = [one["host"] for one in said]
+        self.host_names = [one["host"] for one in said]
         machines: dict[str, list[int]] = {}
         for rank, one in enumerate(said):
             machines.setdefault(one["machine"], []).append(rank)
@@ -257,7 +167,7 @@ class Communicator:
         )
         ranks = machines[said[self.rank]["machine"]]
         self.machine_rank: int = ranks.index(self.rank)
-        self.machine_size: int = len(ranks)
+        self.machine_size = len(ranks)
         if self.machine_size < self.size:
             give_launcher_time(_LAUNCHER_SECONDS)
         most = max(one["simulated_nodes"] for one in said)
@@ -265,22 +175,20 @@ class Communicator:
         for ranks in machines.values():
             for k, rank in enumerate(ranks):
                 nodes.setdefault((ranks[0], k * most // len(ranks)), []).append(rank)
-        self.node_ranks: list[int] = next(n for n in nodes.values() if self.rank in n)
-        self.local_rank: int = self.node_ranks.index(self.rank)
-        self.local_size: int = len(self.node_ranks)
+        self.node_ranks = next(n for n in nodes.values() if self.rank in n)
+        self.local_rank = self.node_ranks.index(self.rank)
+        self.local_size = len(self.node_ranks)
         self.node_sizes: list[int] = [len(n) for n in nodes.values()]
-        self.smallest_node: int = min(self.node_sizes)
-        self.num_nodes: int = len(nodes)
+        self.smallest_node = min(self.node_sizes)
+        self.num_nodes = len(nodes)
         firsts = {rank: n[0] for n in nodes.values() for rank in n}
         order = sorted({*firsts.values()})
-        self.node_numbers: list[int] = [
-            order.index(firsts[rank]) for rank in range(self.size)
-        ]
+        self.node_numbers = [order.index(firsts[rank]) for rank in range(self.size)]
 
     def open_headers(self) -> between.HeaderGather | _native.Between:
         """Return what exchanges headers by MPI. It is freed with this communicator."""
-        said = self.agreement.about
-        if not self.agreement.core:
+        said = self.said
+        if not all(one["core"] for one in said):
             headers = between.HeaderGather(self._comm, said)
             self._to_free.append(headers.free)
             self.traffic.add_core_calls(lambda: {headers.name: headers.started})
@@ -319,7 +227,7 @@ class Communicator:
 
     def _agree(
         self, problem: str, look: Callable[[], dict[str, Any]]
-    ) -> versions.Agreement:
+    ) -> list[dict[str, Any]]:
         """Compare versions with the other ranks. Collective, and the first message.
 
         What it raises all ranks raise, so the duplicate is freed at once.
@@ -340,11 +248,11 @@ class Communicator:
         except BaseException:
             leak(buffers)
             raise
-        agreement, error = versions.judge(self.rank, _split(texts, counts))
+        said, error = versions.judge(self.rank, _split(texts, counts))
         if error is not None:
             self._comm.Free()
             raise error
-        return agreement
+        return said
 
     def on_free(self, function: Callable[[], None]) -> None:
         """Set a function to call when the communicator is freed."""
@@ -407,15 +315,10 @@ class Communicator:
 
     # --- reductions -----------------------------------------------------------
 
-    def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive`` of all ranks."""
+    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
+        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
         self.buffers.allreduce(send, receive, op)
-        self.traffic.count("Allreduce", send.nbytes)
-
-    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all ranks into itself, on all ranks."""
-        self.buffers.allreduce(None, buffer, op)
-        self.traffic.count("Allreduce", buffer.nbytes)
+        self.traffic.count("Allreduce", receive.nbytes)
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""

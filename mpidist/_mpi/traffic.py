@@ -6,31 +6,8 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Protocol
 
-
-class Counters(Protocol):
-    """What the native core counts by itself."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of waiting for other ranks, and of moving bytes."""
-
-    @property
-    def reductions(self) -> int:
-        """Number of all-reduces."""
-
-    @property
-    def reduced(self) -> int:
-        """Bytes of this rank's buffers in them."""
-
-    @property
-    def gathers(self) -> int:
-        """Number of all-gathers."""
-
-    @property
-    def gathered(self) -> int:
-        """Bytes of this rank's buffers in them."""
+from mpidist import _native
 
 
 @dataclasses.dataclass
@@ -56,7 +33,7 @@ class Traffic:
         default_factory=lambda: collections.defaultdict(int)
     )
     seconds: float = 0.0
-    core: Counters | None = None
+    core: _native.Channel | _native.Between | None = None
     _mpi_of_core: Callable[[], dict[str, int]] | None = None
     _depth: int = 0
     _start: float = 0.0

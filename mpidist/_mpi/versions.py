@@ -34,7 +34,6 @@ core need not be on all ranks either: none then uses it, and one of them says so
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import logging
@@ -43,13 +42,18 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mpidist import _native
 from mpidist._base import reporting
-from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._base.errors import (
+    CollectiveMismatchError,
+    format_ranks,
+    on_rank,
+    ranks_by,
+)
 from mpidist._version import __version__
 
 _logger: Final = logging.getLogger("mpidist")
@@ -64,26 +68,10 @@ ADVICE: Final = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreement:
-    """What all ranks of a communicator have in common.
-
-    Attributes:
-        core: whether all of them have the native core.
-        about: what each of them has said of itself.
-    """
-
-    core: bool
-    about: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rank:
+class _Rank(NamedTuple):
     must: dict[str, str]
-    core: bool = False
-    floats: str = ""
     problem: str = ""
-    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    about: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 def describe() -> dict[str, str]:
@@ -121,41 +109,36 @@ def write(problem: str = "", look: Callable[[], dict[str, Any]] = dict) -> bytes
         problem: why it cannot take part, which all ranks then raise; "": it can.
         look: returns what else the rank says of itself, as JSON has it.
     """
-    must, core, floats = {}, False, ""
+    must: dict[str, str] = {}
     about: dict[str, Any] = {}
     try:
-        must, core, floats = describe(), has_core(), floating_point_state()
-        about = look()
+        must = describe()
+        about = {"core": has_core(), "floats": floating_point_state(), **look()}
     except Exception as error:  # a library that does not load, on this rank only
         problem = problem or f"{type(error).__name__}: {error}"
-    text = {
-        "format": _FORMAT,
-        "must": must,
-        "core": core,
-        "floats": floats,
-        "problem": problem,
-        "about": about,
-    }
+    text = {"format": _FORMAT, "must": must, "problem": problem, "about": about}
     return json.dumps(text).encode("ascii")
 
 
-def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
-    """Return what the ranks have in common, and what all of them raise, or None.
+def judge(
+    rank: int, texts: list[bytes]
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """Return what each rank says of itself, and what all of them raise, or None.
 
     Args:
         rank: this rank.
         texts: of all ranks, in their order.
 
     Returns:
-        The agreement, and one of None, a ValueError (a rank has a problem) and a
-        CollectiveMismatchError.
+        What each says of itself (with "core": whether it has the native core), and one
+        of None, a ValueError (a rank has a problem) and a CollectiveMismatchError.
     """
     ranks = [_read(text) for text in texts]
-    agreement = Agreement(all(one.core for one in ranks), [one.about for one in ranks])
+    said = [one.about for one in ranks]
     for other, one in enumerate(ranks):
         if one.problem:
             message = f"{_CALL}: rank {other} cannot take part: {one.problem}"
-            return agreement, ValueError(on_rank(rank, message))
+            return said, ValueError(on_rank(rank, message))
     lines = _differences(ranks)
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
@@ -164,13 +147,13 @@ def judge(rank: int, texts: list[bytes]) -> tuple[Agreement, Exception | None]:
             f"together:\n{listed}\nFunctions, arrays and headers are sent in forms "
             f"that depend on it; {ADVICE}. `mpidist check` compares them"
         )
-        return agreement, CollectiveMismatchError(on_rank(rank, message))
-    floats = floats_that_differ([one.floats for one in ranks])
+        return said, CollectiveMismatchError(on_rank(rank, message))
+    floats = floats_that_differ([one["floats"] for one in said])
     if rank == 0 and floats:
         reporting.log(_logger, logging.WARNING, "mpidist: %s", floats)
-    if rank == 0 and not agreement.core:
-        _tell_without_core([r for r, one in enumerate(ranks) if not one.core], ranks)
-    return agreement, None
+    if rank == 0:
+        _tell_without_core(said)
+    return said, None
 
 
 def _read(text: bytes) -> _Rank:
@@ -182,9 +165,7 @@ def _read(text: bytes) -> _Rank:
             known = {"mpidist": str(must["mpidist"]), _OTHER_FORMAT: str(number)}
             return _Rank(known, problem=str(found["problem"]))
         must = {str(key): str(value) for key, value in must.items()}
-        floats = str(found.get("floats", ""))
-        about = dict(found.get("about", {}))
-        return _Rank(must, bool(found["core"]), floats, str(found["problem"]), about)
+        return _Rank(must, str(found["problem"]), dict(found["about"]))
     except (ValueError, TypeError, KeyError, AttributeError):
         return _Rank({_OTHER_FORMAT: f"unknown ({text[:_SHOWN]!r})"})
 
@@ -200,13 +181,10 @@ def _differences(ranks: list[_Rank]) -> list[str]:
     rows += [(key, [one.must.get(key, "unknown") for one in ranks]) for key in keys]
     lines = []
     for name, values in rows:
-        groups: dict[str, list[int]] = {}
-        for other, value in enumerate(values):
-            groups.setdefault(value, []).append(other)
+        groups = ranks_by(values)
         if len(groups) > 1:
             sides = "; ".join(
-                f"{value} on {format_ranks(members)}"
-                for value, members in groups.items()
+                f"{x} on {format_ranks(who)}" for x, who in groups.items()
             )
             lines.append(f"{name}: {sides}")
     return lines
@@ -235,11 +213,9 @@ def floats_that_differ(states: list[str]) -> str:
     Args:
         states: the `floating_point_state` of each rank.
     """
-    if len(set(states)) == 1:
+    groups = ranks_by(states)
+    if len(groups) == 1:
         return ""
-    groups: dict[str, list[int]] = {}
-    for rank, state in enumerate(states):
-        groups.setdefault(state, []).append(rank)
     others = "; that of ".join(
         f"{format_ranks(ranks)} {state}" for state, ranks in groups.items() if state
     )
@@ -250,9 +226,10 @@ def floats_that_differ(states: list[str]) -> str:
     )
 
 
-def _tell_without_core(lacking: list[int], ranks: list[_Rank]) -> None:
+def _tell_without_core(said: list[dict[str, Any]]) -> None:
     """Warn the user if the native core is missing on some ranks only."""
-    if len(lacking) == len(ranks):
+    lacking = ranks_by([one["core"] for one in said]).get(False, [])
+    if len(lacking) in (0, len(said)):
         return
     verb = "has" if len(lacking) == 1 else "have"
     reporting.log(

@@ -31,9 +31,9 @@ from mpidist._collectives.nodes import SharedMemory, open_shared_memory
 from mpidist._merge import updates
 from mpidist._merge.merge_call import merge_call
 from mpidist._mpi import survival
+from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
-from mpidist._mpi.self_communicator import SelfCommunicator
 from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy import scope
@@ -211,8 +211,8 @@ def _make_guard(
             guard.breakdown.when_timed_out = process_exit.end_at_deadline
     deadline.guard = guard
     if in_process and communicator.size > 1:
-        said = communicator.agreement.about
-        guard.waits.ask_missing_ranks(stacks.Stacks(communicator.rank, said))
+        replicas = stacks.Stacks(communicator.rank, communicator.said)
+        guard.waits.ask_missing_ranks(replicas)
     forked_child.close_in_children(guard)
 
     def forget() -> None:
@@ -350,7 +350,7 @@ def _group_of_one() -> ReplicaGroup:
         stall_seconds=0.0,
         bytes_per_pack=0,
     )
-    comm = SelfCommunicator()
+    comm = AnyCommunicator()
     guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
     collectives = Collectives(
         comm, guard, CommunicationOptions(), environment, backend.Device("cpu")

@@ -17,13 +17,12 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
 from mpidist._base.reduce_op import COMBINE
 from mpidist._base.types import Array, HostArray
+from mpidist._mpi.any_communicator import AnyCommunicator, Request
 from mpidist._mpi.buffers import Buffer
-from mpidist._mpi.communicator import MPIOp, Request, take_together
+from mpidist._mpi.communicator import MPIOp, take_together
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending, Round
 
-# Number of bytes sent without a second message, as with MPI.
-_MESSAGE_BYTES: Final = 1016
 # How often a wait in a payload checks for messages from the others.
 _LOOK_SECONDS: Final = 0.05
 
@@ -45,7 +44,7 @@ def _reduce(op: MPIOp, parts: list[HostArray]) -> HostArray:
 _T = TypeVar("_T")
 
 
-class ThreadCommunicator:
+class ThreadCommunicator(AnyCommunicator):
     """One replica's end of a channel.
 
     All methods that communicate are collective over the channel.
@@ -56,10 +55,6 @@ class ThreadCommunicator:
         place: the number of this replica among all threads of the run.
         seconds: the deadline of a strategy on it; 0: none.
     """
-
-    num_nodes = 1
-    outlives_ranks = False
-    message_bytes = _MESSAGE_BYTES
 
     def __init__(
         self, channel: Channel, rank: int, place: int, seconds: float = 0.0
@@ -151,25 +146,12 @@ class ThreadCommunicator:
         notices = self._channel.notices[self.rank]
         return notices.popleft() if notices else None
 
-    def losses(self) -> tuple[int, ...] | None:
-        """Return None: threads do not die alone."""
-        return None
-
-    def revoke(self) -> None:
-        """Do nothing."""
-
     # --- reductions -------------------------------------------------------------
 
-    def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive`` of all ranks."""
-        self.traffic.count("Allreduce", send.nbytes)
-        self._all_reduce(send, receive, op)
-
-    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all ranks into itself, on all ranks."""
-        self.allreduce(buffer, buffer, op)
-
-    def _all_reduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
+    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
+        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
+        self.traffic.count("Allreduce", receive.nbytes)
+        send = receive if send is None else send
         # A number may have one dimension on some ranks and none on others.
         combine = functools.partial(_reduce, op)
         kind = f"an all-reduce ({op} of {send.size} {send.dtype})"

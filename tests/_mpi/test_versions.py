@@ -22,22 +22,23 @@ def texts(*changes):
     result = []
     for change in changes:
         text = {**own, **change}
-        text["must"] = {**own["must"], **change.get("must", {})}
+        for part in ("must", "about"):
+            text[part] = {**own[part], **change.get(part, {})}
         result.append(json.dumps(text).encode())
     return result
 
 
 def test_ranks_of_one_environment_fit():
-    agreement, error = versions.judge(1, texts({}, {}, {}))
+    said, error = versions.judge(1, texts({}, {}, {}))
     assert error is None
-    assert agreement == versions.Agreement(versions.has_core(), [{}, {}, {}])
+    assert said == [{"core": versions.has_core(), "floats": ""}] * 3
 
 
 def test_the_text_is_plain():
     text = versions.write()
     found = json.loads(text.decode("ascii"))
     assert found["format"] == 1
-    assert (found["core"], found["problem"]) == (versions.has_core(), "")
+    assert (found["about"]["core"], found["problem"]) == (versions.has_core(), "")
     assert set(found["must"]) == {
         "Python",
         "mpidist",
@@ -95,8 +96,8 @@ def test_the_problem_of_one_rank_is_raised_on_all():
 def test_what_ranks_say_of_themselves_comes_to_all():
     given = [versions.write(look=lambda k=k: {"place": k}) for k in range(2)]
     for rank in range(2):
-        agreement, _ = versions.judge(rank, given)
-        assert agreement.about == [{"place": 0}, {"place": 1}]
+        said, _ = versions.judge(rank, given)
+        assert [one["place"] for one in said] == [0, 1]
 
 
 def test_what_fails_while_a_rank_looks_at_itself_is_a_problem(monkeypatch):
@@ -109,14 +110,15 @@ def test_what_fails_while_a_rank_looks_at_itself_is_a_problem(monkeypatch):
 
 
 def test_a_core_that_is_not_everywhere_is_said_once(caplog):
-    given = texts({"core": True}, {"core": False}, {"core": False})
+    has, lacks = {"about": {"core": True}}, {"about": {"core": False}}
+    given = texts(has, lacks, lacks)
     for rank in range(3):
-        agreement, error = versions.judge(rank, given)
-        assert (agreement.core, error) == (False, None)
+        said, error = versions.judge(rank, given)
+        assert ([one["core"] for one in said], error) == ([True, False, False], None)
     assert caplog.text.count("ranks 1-2 have no native core") == 1
     caplog.clear()
-    assert versions.judge(0, texts({"core": True}, {"core": True}))[0].core
-    versions.judge(0, texts({"core": False}, {"core": False}))
+    versions.judge(0, texts(has, has))
+    versions.judge(0, texts(lacks, lacks))
     assert caplog.text == ""
 
 
@@ -175,7 +177,7 @@ def test_ranks_that_differ_raise_together(who, name, strategy, rank, size, monke
     # The duplicate was given back, and there is nothing that is left over.
     assert everywhere(collective_release.count()) == before
     later = mpidist.MPIStrategy()
-    assert group_of(later).communicator.agreement.core == versions.has_core()
+    assert group_of(later).communicator.said[0]["core"] == versions.has_core()
     later.close()
 
 

@@ -22,7 +22,7 @@ import mpidist
 from mpidist._agreement import lives
 from mpidist._agreement.stacks import Process
 from mpidist._base.machine import status_of
-from mpidist._mpi.self_communicator import SelfCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 pytestmark = pytest.mark.core
 
@@ -295,7 +295,7 @@ def watch(pid, start=None):
     status = status_of(pid)
     assert status is not None
     mine, machine = os.getpid(), "here"
-    found = lives.Lives(SelfCommunicator())
+    found = lives.Lives(AnyCommunicator())
     found.watch(
         [
             Process(machine, mine, -1, "", status_of(mine).start),

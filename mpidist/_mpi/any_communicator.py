@@ -1,28 +1,67 @@
-"""The group of one replica, which works without MPI: that of the default strategy."""
+"""Communicators, as all rooms see them: that of one rank, which works without MPI.
+
+`communicator` has the one over MPI. This one is that of the default strategy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from mpidist._mpi.buffers import Buffer, MPIOp
-from mpidist._mpi.communicator import MESSAGE_BYTES, Request
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")
 
 
-class SelfCommunicator:
-    """The group of one: what `Communicator` does, for one rank without MPI."""
+MESSAGE_BYTES: Final = 1016
+"""The most bytes of a message that is sent at once (`start_message`)."""
 
-    rank = 0
-    size = 1
-    local_rank = 0
-    local_size = machine_size = 1
-    num_nodes = smallest_node = 1
-    outlives_ranks = False
+
+class Request(Protocol):
+    """A non-blocking operation that was started."""
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        """Return whether it has completed, and make progress."""
+
+    def leak(self) -> None:
+        """Leak its buffers: it is abandoned, and MPI may still use them."""
+
+    @property
+    def result(self) -> Any:
+        """What it returns, once it has completed."""
+
+
+class AnyCommunicator:
+    """What the rooms ask of a communicator; as it is here, that of one rank.
+
+    Attributes:
+        rank: of this process.
+        size: the number of ranks.
+        machine_size: the number of ranks on this machine.
+        local_rank: this rank's number on its node.
+        local_size: the number of ranks on its node.
+        node_ranks: the ranks of its node, in its order.
+        num_nodes: the number of nodes; the same on all ranks.
+        smallest_node: the fewest ranks of a node; the same on all ranks.
+        node_numbers: the node of each rank, from 0 in the order of their first ranks.
+        host_names: the machine of each rank.
+        message_bytes: the most bytes of a message that is sent at once.
+        identity: the same on all ranks, and of no other communicator.
+        outlives_ranks: whether the job goes on when a rank dies (`survival.is_on`).
+        traffic: what this rank has communicated.
+    """
+
+    rank: int = 0
+    size: int = 1
+    machine_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    num_nodes: int = 1
+    smallest_node: int = 1
     message_bytes = MESSAGE_BYTES
-    identity = ""
+    identity: str = ""
+    outlives_ranks: bool = False
 
     def __init__(self) -> None:
         self.traffic: Traffic = Traffic()
@@ -34,12 +73,10 @@ class SelfCommunicator:
         """Run the step."""
         return step()
 
-    def allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> None:
-        """Copy ``send`` into ``receive``."""
-        receive[...] = send
-
-    def allreduce_in_place(self, buffer: Buffer, op: MPIOp) -> None:
-        """Do nothing."""
+    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
+        """Copy ``send``, if it is given, into ``receive``."""
+        if send is not None:
+            receive[...] = send
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Do nothing."""
