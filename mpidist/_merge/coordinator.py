@@ -12,7 +12,8 @@ from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
-from mpidist._merge.updates import UpdateBatch, check_update, wrap
+from mpidist._merge.update import Update
+from mpidist._merge.updates import UpdateBatch, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -213,14 +214,7 @@ class Coordinator:
 
     # --- updates ------------------------------------------------------------------
 
-    def update(
-        self,
-        var: Variable | None,
-        fn: Callable[..., Nest],
-        args: Sequence[Nest],
-        kwargs: Mapping[str, Nest],
-        grouped: bool,
-    ) -> Nest:
+    def update(self, update: Update) -> Nest:
         """Run an update on all ranks; return rank 0's result.
 
         Rank 0 does not wait for the others (see `updates`), except before and after an
@@ -228,17 +222,16 @@ class Coordinator:
         ``group=False``, one whose function communicates, and when the batch has become
         long.
         """
-        own = check_update(var, fn, args, kwargs)
+        own, grouped = update.check(), update.grouped
         if not self._several:
-            return self._execute("update", (var, fn, args, kwargs, grouped))
-        operation = (var, fn, args, kwargs or None, grouped)
+            return self._execute("update", tuple(update))
         try:
-            content, arrays = self._write("update", operation)
+            content, arrays = self._write("update", tuple(update))
             if own:
                 self._end_updates()
             self._send("update", content)
             number = self._registry.next_key()
-            result = self._run(number, operation, own, arrays)
+            result = self._run(number, update, own, arrays)
             batch = self._batch
             if own or not grouped or (batch and (batch.communicates or batch.long)):
                 self._end_updates()
@@ -250,9 +243,7 @@ class Coordinator:
             self._interrupted("update", error)
             raise
 
-    def _run(
-        self, number: int, operation: tuple[Any, ...], own: bool, arrays: list[Array]
-    ) -> Nest:
+    def _run(self, number: int, update: Update, own: bool, arrays: list[Array]) -> Nest:
         """Run an update on this rank, as a part of the batch."""
         guard = self._guard
         guard.before_call = self._check_others
@@ -265,7 +256,7 @@ class Coordinator:
                 batch.keep()
             if arrays:
                 self._together(self._group.collectives.send_arrays, arrays, "update")
-            return batch.run(number, *operation)
+            return batch.run(number, update)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

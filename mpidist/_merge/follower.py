@@ -11,7 +11,8 @@ from mpidist._base import nest
 from mpidist._base.errors import CollectiveError, as_told, on_rank
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
-from mpidist._merge.updates import UpdateBatch, check_update, describe, wrap
+from mpidist._merge.update import Update
+from mpidist._merge.updates import UpdateBatch, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -141,14 +142,14 @@ class Follower:
             self._failed(None)
             # Unpickling may run the user's code.
             with context.entered(group.cross_frame):
-                var, fn, args, kwargs, grouped = self._reader.read(content, arrays)
-            what, kind = describe(var, fn), "raised"
-            if check_update(var, fn, args, kwargs):
+                update = Update(*self._reader.read(content, arrays))
+            what, kind = update.describe(), "raised"
+            if update.check():
                 batch.keep()
             guard.before_call = self._expect_check
             guard.set_alone(True)
-            result = batch.run(number, var, fn, args, kwargs, grouped)
-            result = wrap(group, result, number, grouped)
+            result = batch.run(number, update)
+            result = wrap(group, result, number, update.grouped)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -36,48 +36,35 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
 from mpidist._agreement.sections import join
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
-from mpidist._base.expect import expect
 from mpidist._base.fingerprint import (
     fingerprint,
     fingerprint_of_bytes,
     fingerprint_of_numbers,
 )
 from mpidist._base.types import Array, Nest
+from mpidist._merge.update import Update
 from mpidist._runtime import context, dispatch
-from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.distributed import Mirrored, PerReplica, argument_of
-from mpidist._values.locality import differs
+from mpidist._values.distributed import Mirrored, PerReplica
 from mpidist._values.storage import VariableStorage
 from mpidist._values.variable import Variable, array_of, storage_of
 
-# A user's function: `Any` is what it takes.
-UpdateFunction: TypeAlias = Callable[..., Any]
-
 _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
-# Types of arguments that a function receives unchanged.
-_AS_THEY_ARE: Final = frozenset(
-    (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
-)
-_SAME: Final = _AS_THEY_ARE | {Mirrored}  # and that are the same on all replicas
 
 
 @dataclasses.dataclass(slots=True)
 class _Effect:
     """The effect of one update, for the message if ranks differ."""
 
-    var: Variable | None
-    fn: UpdateFunction
+    update: Update
     arguments: str  # "" if they are known to be the same on all ranks
     unreduced: str  # which of them are each replica's own
     structure: str = nest.LEAF  # of the result
@@ -152,48 +139,24 @@ class UpdateBatch:
         """Keep the values that the update overwrites: the only one of this batch."""
         self._writes.kept = {}
 
-    def run(
-        self,
-        number: int,
-        var: Variable | None,
-        fn: UpdateFunction,
-        args: Sequence[Nest],
-        kwargs: Mapping[str, Nest] | None,
-        grouped: bool,
-        arguments: str = "",
-    ) -> Nest:
+    def run(self, number: int, update: Update, arguments: str = "") -> Nest:
         """Run an update on this rank; return the result of its function.
-
-        The parameters are those of the operation "update": an object that holds them
-        would be created for each update, which is short.
 
         Args:
             number: the number of the call, the same on all ranks.
-            var: the variable; None for `update_non_slot`.
-            fn: the function.
-            args: its further positional arguments.
-            kwargs: its keyword arguments.
-            grouped: whether the results are the same on all ranks.
+            update: the update.
             arguments: a text of the arguments that have to be the same on all ranks.
         """
         before = len(self._writes.storages)
-        own: list[Nest] = [] if var is None else [var]
-        for x in args:
-            if type(x) is Mirrored:
-                x = x.value()
-            elif type(x) not in _AS_THEY_ARE:
-                x = nest.map_structure(argument_of, x)
-            own.append(x)
-        named = nest.map_structure(argument_of, kwargs) if kwargs else {}
         with context.entered(self._frame):
-            result = fn(*own, **named)
+            result = update.run()
         if self.open:
-            unreduced = "" if self._writes.kept is None else _unreduced(args, kwargs)
-            effect = _Effect(var, fn, arguments, unreduced)
+            unreduced = "" if self._writes.kept is None else update.unreduced()
+            effect = _Effect(update, arguments, unreduced)
             if result is not None and type(result) is not Variable:
                 leaves, shape = nest.flatten(result)
                 effect.structure = str(shape)
-                if grouped:
+                if update.grouped:
                     effect.returned = [x for x in leaves if _is_value(x)]
             self._add(number, effect, self._writes.storages[before:])
         return result
@@ -284,7 +247,7 @@ class UpdateBatch:
                 + (f" (then {n:x})" if last[v.key] != k or _is_large(v) else "")
                 for v, n in effect.written
             ]
-            part = f"{describe(effect.var, effect.fn)} -> {effect.structure}"
+            part = f"{effect.update.describe()} -> {effect.structure}"
             part += effect.unreduced
             if effect.arguments:
                 part += f", with arguments {effect.arguments}"
@@ -301,107 +264,52 @@ class UpdateBatch:
         )
 
 
-def _unreduced(args: Sequence[Nest], kwargs: Mapping[str, Nest] | None) -> str:
-    """Say which arguments of an update differ by replica, and what to write."""
-    named = {f"args[{i}]": x for i, x in enumerate(args)}
-    named |= {f"kwargs[{key!r}]": x for key, x in (kwargs or {}).items()}
-    own = [
-        name
-        for name, x in named.items()
-        if any(isinstance(leaf, PerReplica) for leaf in nest.flatten(x)[0])
-    ]
-    if own:
-        return (
-            f" ({' and '.join(own)} not reduced: pass `strategy.extended.reduce_to(op, "
-            "value, variable)`)"
-        )
-    return (  # called in a replica function
-        " (arguments of each replica's own: reduce them first, by `mpidist."
-        "get_replica_context().all_reduce(op, value)`)"
-    )
-
-
-def describe(var: Variable | None, fn: object) -> str:
-    """Return the name of an update, for messages."""
-    if var is None:
-        name = getattr(fn, "__qualname__", type(fn).__qualname__)
-        return f"update_non_slot({name})"
-    return f"update of Variable {var.name!r} [#{storage_of(var).key[0]}]"
-
-
 @dispatch.operation("update")
-def _update(
-    group: ReplicaGroup,
-    var: Variable | None,
-    fn: UpdateFunction,
-    args: Sequence[Nest],
-    kwargs: Mapping[str, Nest],
-    grouped: bool,
-) -> Nest:
+def _update(group: ReplicaGroup, *fields: Any) -> Nest:
     """Run an update that all ranks call."""
-    result = _run_alone(group, var, fn, args, kwargs, grouped)
+    update = Update(*fields)
+    result = _run_alone(group, update)
     # Counted now: if it has failed, some rank may not have made this call.
-    return wrap(group, result, group.registry.next_key(), grouped)
+    return wrap(group, result, group.registry.next_key(), update.grouped)
 
 
-def update_in_replica(
-    group: ReplicaGroup,
-    var: Variable,
-    fn: UpdateFunction,
-    args: Sequence[Nest],
-    kwargs: Mapping[str, Nest],
-) -> Nest:
+def update_in_replica(group: ReplicaGroup, update: Update) -> Nest:
     """Run an update in a replica function, with the replica's own arguments.
 
-    Collective. Returns the result of ``fn`` on this replica.
+    Collective. Returns the result of the function on this replica.
     """
-    result = _run_alone(group, var, fn, args, kwargs, grouped=False, own=True)
+    result = _run_alone(group, update, own=True)
     group.registry.next_key()  # as for each update
     return result
 
 
-def _run_alone(
-    group: ReplicaGroup,
-    var: Variable | None,
-    fn: UpdateFunction,
-    args: Sequence[Nest],
-    kwargs: Mapping[str, Nest],
-    grouped: bool,
-    *,
-    own: bool = False,
-) -> Nest:
+def _run_alone(group: ReplicaGroup, update: Update, *, own: bool = False) -> Nest:
     """Run an update as a batch of one; return the result of its function.
 
     Args:
         group: the ranks.
-        var: the variable; None for `update_non_slot`.
-        fn: the function.
-        args: its further positional arguments.
-        kwargs: its keyword arguments.
-        grouped: whether the results have to be the same on all ranks.
+        update: the update.
         own: whether each rank may have arguments of its own.
     """
     batch = UpdateBatch(group)
     result: Nest = None
     kind: ErrorKind = "invalid"
     try:
-        if check_update(var, fn, args, kwargs) or own:
+        if update.check() or own:
             batch.keep()
         texts = ""
         if batch.open and not own:
-            leaves = nest.flatten((tuple(args), kwargs))[0]
-            plain = [_array(x) for x in leaves if _is_value(x)]
+            plain = [_array(x) for x in update.leaves() if _is_value(x)]
             texts = ", ".join(map(checksums.summarize, plain))
         kind = "raised"
-        number = group.registry.count
-        result = batch.run(number, var, fn, args, kwargs, grouped, texts)
+        result = batch.run(group.registry.count, update, texts)
     except KeyboardInterrupt as interrupt:
         batch.leave()
-        call = Call(describe(var, fn))
+        call = Call(update.describe())
         raise group.guard.abandon(call, interrupt) from None
     except BaseException as raised:
         batch.fail(raised, kind)
-    error = batch.end(describe(var, fn))
+    error = batch.end(update.describe())
     if error is not None:
         raise error
     return result
@@ -413,44 +321,6 @@ def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
         return result
     kind = Mirrored if grouped else PerReplica
     return group.registry.wrap_numbered(kind, result, number)
-
-
-def check_update(
-    var: Variable | None,
-    fn: object,
-    args: Sequence[Nest],
-    kwargs: Mapping[str, Nest] | None,
-) -> bool:
-    """Raise if the arguments of an update are wrong.
-
-    Args:
-        var: the variable, or None.
-        fn: the function.
-        args: its further positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        Whether the function gets a value of each replica's own.
-
-    Raises:
-        TypeError, ValueError: as `StrategyExtended.update` says.
-    """
-    expect(callable(fn), "update", "`fn` to be a function", fn)
-    kwargs = {} if kwargs is None else kwargs
-    check_arguments("update", args, kwargs)
-    if not kwargs and _SAME.issuperset(map(type, args)):
-        return False  # the usual case
-    own = False
-    for leaf in nest.flatten((tuple(args), kwargs))[0]:
-        own = own or isinstance(leaf, PerReplica)
-        on_read = isinstance(leaf, Variable) and differs(leaf)
-        if on_read and var is not None and not differs(var):
-            raise ValueError(
-                f"update: got {leaf!r} among the arguments, whose copies would make "
-                "those of the mirrored variable differ; pass its value: "
-                "`strategy.extended.read_var(variable)`"
-            )
-    return own
 
 
 def _is_value(x: object) -> bool:

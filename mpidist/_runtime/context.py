@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from mpidist._base import reporting
@@ -34,14 +34,7 @@ class Commander(Protocol):
         """Run an operation on all ranks; return rank 0's result, of any type."""
         ...
 
-    def update(
-        self,
-        var: Any,  # a `Variable` or None: that class is defined above this file
-        fn: Callable[..., Nest],
-        args: Sequence[Nest],
-        kwargs: Mapping[str, Nest],
-        grouped: bool,
-    ) -> Nest:
+    def update(self, update: Any) -> Nest:  # its class is defined above this file
         """Run an update on all ranks; return rank 0's result."""
         ...
 

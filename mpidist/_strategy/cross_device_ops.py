@@ -128,7 +128,7 @@ class CrossDeviceOps:
             else:
                 results = self.batch_reduce_implementation(op, pairs, options)
             fits = isinstance(results, list) and len(results) == len(pairs)
-            what = f"{len(pairs)} results from `batch_reduce_implementation`, in a list"
+            what = f"a list of {len(pairs)} results from `batch_reduce_implementation`"
             expect(fits, call, what, results)
             return [
                 (result, root_of(group, destinations) is None)

@@ -17,6 +17,7 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
+from mpidist._merge.update import Update
 from mpidist._merge.updates import update_in_replica
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
@@ -195,7 +196,6 @@ class StrategyExtended:
             ValueError: if ``colocate_with`` is neither of these, or an argument is a
                 PerReplica.
         """
-        kwargs = {} if kwargs is None else kwargs
         frame = context.require_cross_replica(self._group, "update_non_slot")
         if not isinstance(colocate_with, Variable) and (
             not isinstance(colocate_with, (tuple, list))
@@ -207,7 +207,7 @@ class StrategyExtended:
                 f"{colocate_with!r:.80}"
             )
             dispatch.refuse(self._group, "update_non_slot", error)
-        return self._update(frame, None, fn, args, kwargs, group)
+        return self._update(frame, Update(None, fn, args, kwargs, group))
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Nest, session: object = None
@@ -441,17 +441,17 @@ class StrategyExtended:
         ``merge_fn``, pass ``group=False``: this call then waits for all replicas.
         """
         try:
-            kwargs = {} if kwargs is None else kwargs
             frame = context.current()
             if (
                 frame.coordinator is not None  # the usual case, in merge_fn
                 and (group and type(var) is Variable)
                 and storage_of(var).group is self._group is frame.group
             ):
-                return frame.coordinator.update(var, fn, args, kwargs, True)
+                return frame.coordinator.update(Update(var, fn, args, kwargs, True))
             if context.is_in_replica(self._group) and isinstance(var, Variable):
                 check_owner(self._group, "update", var)
-                result = update_in_replica(self._group, var, fn, args, kwargs)
+                update = Update(var, fn, args, kwargs, False)
+                result = update_in_replica(self._group, update)
                 return result if group else (result,)
             frame = context.require_cross_replica(self._group, "update")
             plain = isinstance(var, Variable) and not storage_of(var).group.is_mpi
@@ -463,33 +463,23 @@ class StrategyExtended:
                         "replica's component"
                     )
                     dispatch.refuse(self._group, "update", error)
-                return fn(var, *select_replica(tuple(args)), **select_replica(kwargs))
+                own = select_replica(tuple(args)), select_replica(kwargs or {})
+                return fn(var, *own[0], **own[1])
             check_owner(self._group, "update", var)
-            return self._update(frame, var, fn, args, kwargs, group)
+            return self._update(frame, Update(var, fn, args, kwargs, group))
         except BaseException as error:
             interruptions.left(self._group, "update", error)
             raise
 
     # --- internal to the package ------------------------------------------------------
 
-    def _update(
-        self,
-        frame: context.Frame,
-        var: Variable | None,
-        fn: Callable[..., Nest],
-        args: tuple[Nest, ...] | list[Nest],
-        kwargs: dict[str, Nest],
-        group: bool,
-    ) -> Nest:
+    def _update(self, frame: context.Frame, update: Update) -> Nest:
         if frame.coordinator is not None:
-            result = frame.coordinator.update(var, fn, args, kwargs, group)
+            result = frame.coordinator.update(update)
         else:
-            arguments = (var, fn, args, kwargs, group)
-            result = dispatch.execute(self._group, "update", arguments)
-        return result if group else self._ungrouped(frame, result)
-
-    def _ungrouped(self, frame: context.Frame, result: Nest) -> Nest:
-        """Return the results of an update as tuples."""
+            result = dispatch.execute(self._group, "update", tuple(update))
+        if update.grouped:
+            return result
         fetch(frame.coordinator, nest.flatten(result)[0])
         return nest.map_structure(results_of_leaf, result)
 
