@@ -60,7 +60,7 @@ def global_batch_size(batch: Nest) -> int:
 
 @dispatch.operation(_SIZE)
 def _global_batch_size(group: ReplicaGroup, batch: Nest) -> int:
-    try:
+    with group.guard.checking(_SIZE):
         leaves, structure = nest.flatten(batch)
         for leaf in leaves:
             if not isinstance(leaf, PerReplica):
@@ -72,17 +72,13 @@ def _global_batch_size(group: ReplicaGroup, batch: Nest) -> int:
                 )
             group.registry.check(_SIZE, leaf)
         own = structure.unflatten([component(leaf) for leaf in leaves])
-    except Exception as error:
-        group.collectives.invalid(_SIZE, error)
     return _sum_of_rows(group, own)
 
 
 def _sum_of_rows(group: ReplicaGroup, batch: Nest) -> int:
     collectives = group.collectives
-    try:
+    with collectives.guard.checking(_SIZE):
         rows = _rows_of(batch, group)
-    except Exception as error:
-        collectives.invalid(_SIZE, error)
     total: int = collectives.all_reduce(ReduceOp.SUM, rows, call=_SIZE)
     return total
 

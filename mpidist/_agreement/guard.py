@@ -379,6 +379,16 @@ class Guard(SharedState):
                 span.raised = type(found).__name__
         return found
 
+    def checking(self, call: str) -> Checking:
+        """Return a context in which this rank does alone what a call needs.
+
+        Such as checking its arguments. All ranks raise what that raises (`fail`).
+
+        Args:
+            call: its name.
+        """
+        return Checking(self, call)
+
     def span(self, text: str) -> contextlib.AbstractContextManager[None]:
         """Return a context for own work, which a timeline shows as ``text``."""
         if self.calls is None:
@@ -394,3 +404,26 @@ class Guard(SharedState):
         """Leave the innermost section."""
         if self.sections.leave():
             self.update_blocked()
+
+
+class Checking:
+    """The context of what a rank does alone before a call; see `Guard.checking`.
+
+    A class, since a generator would take three times as long.
+    """
+
+    __slots__ = ("_call", "_guard")
+
+    def __init__(self, guard: Guard, call: str) -> None:
+        self._guard = guard
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            call = Call(f"{self._call} with invalid arguments")
+            found = self._guard.fail(call, error)
+            if found is not error:
+                raise found

@@ -229,7 +229,8 @@ class Resources:
 
         An error that a collective call raised is already known to all.
         """
-        raise self.guard.fail(Call(f"{call} with invalid arguments"), error)
+        with self.guard.checking(call):
+            raise error
 
     def text_of_devices(self, arrays: list[Array], structure: nest.Structure) -> str:
         """Return, for a call's text, which of its arrays are on a GPU."""

@@ -187,10 +187,8 @@ class Follower:
         try:
             arrays = self._receive_arrays(content)
             with context.entered(group.cross_frame):
-                try:
+                with collectives.guard.checking(f"the coordinator's {name}"):
                     args = self._reader.read(content, arrays)
-                except Exception as error:
-                    collectives.invalid(f"the coordinator's {name}", error)
                 result = dispatch.execute(group, name, args)
         except KeyboardInterrupt:
             raise

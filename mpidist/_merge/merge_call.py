@@ -112,7 +112,7 @@ def merge_call(
     leaves: list[Nest] = []
     kinds: list[str] = []
     structure, call = _NO_ARGUMENTS, _WITHOUT_ARGUMENTS
-    try:
+    with collectives.guard.checking("merge_call"):
         what = "`merge_fn` to be a function"
         expect(callable(merge_fn), "merge_call", what, merge_fn)
         if args or kwargs:
@@ -126,8 +126,6 @@ def merge_call(
                 for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
                 if kind == _OBJECT
             ]
-    except Exception as error:
-        collectives.invalid("merge_call", error)
     same = _compare(collectives, call, fingerprints)
     try:
         side, changes = _side_of(group, merge_fn, leaves, kinds, same)

@@ -7,8 +7,10 @@ calls it: the call becomes a command, and then every rank runs the same operatio
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeAlias, TypeVar
 
 from mpidist._base.environment import debugging
 from mpidist._base.interactive import without_own_frames
@@ -76,14 +78,15 @@ def execute(group: ReplicaGroup, name: str, args: tuple[Any, ...]) -> Any:
     return _operations[name](group, *args)
 
 
-def refuse(group: ReplicaGroup, call: str, error: Exception) -> NoReturn:
-    """Raise an error that a cross-replica call found in its arguments.
+def checking(group: ReplicaGroup, call: str) -> AbstractContextManager[None]:
+    """Return a context that checks the arguments of a cross-replica call.
 
-    Inside ``merge_fn`` on rank 0, which runs it alone; otherwise on all ranks.
+    What it raises is raised on all ranks; inside ``merge_fn``, which rank 0 runs alone,
+    there.
     """
     if context.current().coordinator is not None:
-        raise error
-    group.collectives.invalid(call, error)
+        return contextlib.nullcontext()
+    return group.guard.checking(call)
 
 
 def check_arguments(call: str, args: object, kwargs: object) -> None:

@@ -201,12 +201,12 @@ class StrategyExtended:
             not isinstance(colocate_with, (tuple, list))
             or tuple(colocate_with) != self._group.device_names
         ):
-            error = ValueError(
-                "update_non_slot: expected `colocate_with` to be what "
-                "`non_slot_devices` returned, or a variable, got "
-                f"{colocate_with!r:.80}"
-            )
-            dispatch.refuse(self._group, "update_non_slot", error)
+            with dispatch.checking(self._group, "update_non_slot"):
+                raise ValueError(
+                    "update_non_slot: expected `colocate_with` to be what "
+                    "`non_slot_devices` returned, or a variable, got "
+                    f"{colocate_with!r:.80}"
+                )
         return self._update(frame, Update(None, fn, args, kwargs, group))
 
     def experimental_make_numpy_dataset(
@@ -251,10 +251,8 @@ class StrategyExtended:
         """
         call = "experimental_run_steps_on_iterator"
         context.require_cross_replica(self._group, call)
-        try:
+        with dispatch.checking(self._group, call):
             iterations = as_int(call, "iterations", iterations, least=1)
-        except Exception as error:
-            dispatch.refuse(self._group, call, error)
         return run_steps(self._group, fn, iterator, iterations, initial_loop_values)
 
     def call_for_each_replica(
@@ -373,10 +371,8 @@ class StrategyExtended:
         """
         context.require_cross_replica(self._group, "broadcast_to")
         if isinstance(tensor, Variable):
-            try:
+            with dispatch.checking(self._group, "broadcast_to"):
                 tensor = tensor.value()  # on all ranks, if it is ON_READ
-            except Exception as error:
-                dispatch.refuse(self._group, "broadcast_to", error)
         return dispatch.perform(
             self._group, "broadcast_to", OnRank0(tensor), destinations
         )
@@ -457,12 +453,9 @@ class StrategyExtended:
             plain = isinstance(var, Variable) and not storage_of(var).group.is_mpi
             if not isinstance(var, Variable) or (plain and self._group.is_mpi):
                 if isinstance(var, DistributedValues):
-                    error = TypeError(
-                        "update: expected a `mpidist.Variable`, got a "
-                        f"{type(var).__name__}; use `strategy.run` to work on each "
-                        "replica's component"
-                    )
-                    dispatch.refuse(self._group, "update", error)
+                    hint = "use `strategy.run` to work on each replica's component"
+                    with dispatch.checking(self._group, "update"):
+                        expect(False, "update", "a `mpidist.Variable`", var, hint)
                 own = select_replica(tuple(args)), select_replica(kwargs or {})
                 return fn(var, *own[0], **own[1])
             check_owner(self._group, "update", var)

@@ -52,14 +52,12 @@ def fold(
         warn_of_own_value()
     call = f"{call} with {_name_of(function)}"
     collectives = group.collectives
-    try:
+    with collectives.guard.checking(call):
         leaves, structure = nest.flatten(tree)
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
             raise TypeError(f"{call}: got IndexedSlices; reduce a dense array")
         pairs = [backend.as_array(leaf, call) for leaf in leaves]
         rows = structure.unflatten([array[None] for array, _ in pairs])
-    except Exception as error:
-        collectives.invalid(call, error)
     gathered = nest.flatten(collectives.all_gather(rows, 0, options, call))[0]
 
     def body(section: SectionResult) -> list[Array]:
@@ -84,7 +82,7 @@ def reduce_with(
 ) -> Nest:
     """Fold the components of per-replica values: `Strategy.reduce`. Collective."""
     call = "Strategy.reduce"
-    try:
+    with group.guard.checking(call):
         if axis is not None:
             raise TypeError(
                 f"{call}: expected axis=None with a function, got axis={axis!r}; "
@@ -100,8 +98,6 @@ def reduce_with(
                     "which is not per replica; pass what `strategy.run` returned"
                 )
         own = structure.unflatten([component_of(leaf) for leaf in leaves])
-    except Exception as error:
-        group.collectives.invalid(call, error)
     return fold(group, function, own, None, call)
 
 

@@ -95,13 +95,11 @@ def _reduce(
     call = "Strategy.reduce"
     collectives = group.collectives
     if type(value) is PerReplica and axis is None:  # the usual case
-        try:
+        with collectives.guard.checking(call):
             op = as_reduce_op(reduce_op, call)
             group.registry.check(call, value)
-        except Exception as error:
-            collectives.invalid(call, error)
         return all_reduce(group, op, component(value), call=call)
-    try:
+    with collectives.guard.checking(call):
         op = as_reduce_op(reduce_op, call)
         axes = axis_reduction.as_axes(axis)
         leaves, structure = nest.flatten(value)
@@ -109,8 +107,6 @@ def _reduce(
         local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
             parts = [axis_reduction.reduce_axes(op, x, axes) for x in local]
-    except Exception as error:
-        collectives.invalid(call, error)
     if plain:
         collectives.check_plain(call, plain)
     if axes is None:
@@ -223,15 +219,13 @@ def _reduce_pairs(
     """
     registry, collectives = group.registry, group.collectives
     own = _components(group, pairs)
-    try:
+    with collectives.guard.checking(call):
         op = as_reduce_op(reduce_op, call)
         if own is None:
             structures, leaves, wanted = _flatten_pairs(group, pairs, call)
             moving, results, plain = _reduce_others(
                 group, op, leaves, None, call, kept=(Mirrored, Variable)
             )
-    except Exception as error:
-        collectives.invalid(call, error)
     if own is not None:
         reduced = collectives.all_reduce(op, own, options, call)
         return registry.wrap_list(Mirrored, reduced, registry.next_key())
@@ -320,14 +314,12 @@ def _broadcast_to(
 @dispatch.operation("gather")
 def _gather(group: ReplicaGroup, value: Nest, axis: int) -> Nest:
     collectives = group.collectives
-    try:
+    with collectives.guard.checking("Strategy.gather"):
         group.registry.check("Strategy.gather", value)
         own = component_of(value)
-    except Exception as error:
-        collectives.invalid("Strategy.gather", error)
     if differs(value):
         return collectives.all_gather(own, axis, call="Strategy.gather")
-    try:
+    with collectives.guard.checking("Strategy.gather"):
         if isinstance(value, (list, tuple, dict)):
             raise TypeError(
                 f"Strategy.gather: expected one PerReplica or array, got a "
@@ -342,8 +334,6 @@ def _gather(group: ReplicaGroup, value: Nest, axis: int) -> Nest:
                 "and `indices`"
             )
         backend.as_array(to_plain(plain), "Strategy.gather")
-    except Exception as error:
-        collectives.invalid("Strategy.gather", error)
     if is_same(group, value):
         collectives.guard.agree(Call("Strategy.gather of a value that is the same"))
     else:

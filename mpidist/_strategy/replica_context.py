@@ -394,10 +394,8 @@ class ReplicaContext:
         try:
             self._require_current("merge_call")
             kwargs = {} if kwargs is None else kwargs
-            try:
+            with group.guard.checking("merge_call"):
                 check_arguments("merge_call", args, kwargs)
-            except Exception as error:
-                group.collectives.invalid("merge_call", error)
             if not group.is_mpi:
                 require_scope("merge_call")
                 with context.entered(group.cross_frame):
@@ -416,10 +414,8 @@ class ReplicaContext:
         if type(op) is not ReduceOp:
             if callable(op):
                 return fold(self._group, op, value, options, "all_reduce")
-            try:
+            with self._group.guard.checking("all_reduce"):
                 op = as_reduce_op(op, "all_reduce")
-            except Exception as error:
-                self._group.collectives.invalid("all_reduce", error)
         return self._all_reduce(op, value, options)
 
     def _require_current(self, call: str) -> None:

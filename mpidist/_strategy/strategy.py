@@ -295,12 +295,12 @@ class Strategy:
             CollectiveMismatchError: if the ranks' arrays differ in shape or dtype.
         """
         if axis is _NO_AXIS:
-            error = TypeError(
-                "Strategy.reduce: missing the argument `axis`; write `axis=None` to "
-                "combine the replicas' arrays element by element, or the axes to "
-                "reduce, too"
-            )
-            dispatch.refuse(self._group, "reduce", error)
+            with dispatch.checking(self._group, "reduce"):
+                raise TypeError(
+                    "Strategy.reduce: missing the argument `axis`; write `axis=None` "
+                    "to combine the replicas' arrays element by element, or the axes "
+                    "to reduce, too"
+                )
         return dispatch.perform(self._group, "reduce", reduce_op, value, axis)
 
     @overload
@@ -435,10 +435,8 @@ class Strategy:
         call = "experimental_distribute_values_from_function"
         frame = context.require_cross_replica(self._group, call)
         what = "`value_fn` to be a function of a ValueContext"
-        try:
+        with dispatch.checking(self._group, call):
             expect(callable(value_fn), call, what, value_fn)
-        except TypeError as error:
-            dispatch.refuse(self._group, call, error)
         if frame.coordinator is None:
             return dispatch.execute(self._group, "distribute_values", (value_fn,))
         number = self._group.num_replicas
@@ -550,10 +548,8 @@ class Strategy:
             ValueError: if the mode is another one.
         """
         call = "make_input_fn_iterator"
-        try:
+        with self._group.guard.checking(call):
             options = InputOptions(experimental_replication_mode=replication_mode)
-        except TypeError as error:
-            self._group.collectives.invalid(call, error)
         return iter(
             DistributedDataset._of_function(
                 self._group, input_fn, options, call, functions=True

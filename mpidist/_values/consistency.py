@@ -54,10 +54,8 @@ def _check_nest(variables: Nest) -> None:
         return
     group = _group_of(leaves)
     frame = context.current()
-    try:
+    with dispatch.checking(group, "check_in_sync"):
         _check_variables(group, leaves)
-    except Exception as error:
-        dispatch.refuse(group, "check_in_sync", error)
     if frame.level is context.Level.REPLICA and frame.group is group:
         _check(group, leaves)
     else:

@@ -171,12 +171,10 @@ class VariableStorage:
         call = self.describe_call(how)
         collectives = self.group.collectives
         aggregation = self.attributes.aggregation
-        try:
+        with collectives.guard.checking(call):
             # Treat a PerReplica that the function closes over as an argument.
             own = own_component(value) if isinstance(value, PerReplica) else value
             prepared = self.prepare(how, own)
-        except Exception as error:
-            collectives.invalid(call, error)
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             combined = collectives.broadcast(prepared, call=call)
         else:
@@ -191,10 +189,8 @@ class VariableStorage:
         _require_aggregation(self, f"scatter_{how}")
         collectives = self.group.collectives
         aggregation = self.attributes.aggregation
-        try:
+        with collectives.guard.checking(call):
             indices, rows = self.prepare_slices(how, value)
-        except Exception as error:
-            collectives.invalid(call, error)
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             indices, rows = collectives.share(lambda: [indices, rows], call)
         else:

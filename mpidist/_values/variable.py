@@ -124,13 +124,11 @@ class Variable(ArrayLike, Registered):
         frame = context.current()
         group = frame.group
         collectives = group.collectives
-        try:
+        with dispatch.checking(group, "Variable(...)"):
             attributes = check_attributes(trainable, name, synchronization, aggregation)
             if isinstance(initial_value, Variable):
                 # On all ranks, if it is ON_READ.
                 initial_value = initial_value.value()
-        except Exception as error:
-            dispatch.refuse(group, "Variable(...)", error)
 
         def make() -> Array:
             return initial_array(initial_value, dtype, shape, attributes)

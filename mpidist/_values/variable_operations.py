@@ -61,10 +61,8 @@ def _assign_variable(
     """Assign a value that is the same on all ranks, and check that it is."""
     collectives, storage = group.collectives, storage_of(variable)
     call = storage.describe_call(how)
-    try:
+    with collectives.guard.checking(call):
         prepared = storage.prepare(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
     text = f"{call} {backend.describe(prepared)}"
     if collectives.guard.checks and not is_same(group, value):
         text += f" = {checksums.summarize(prepared)}"
@@ -79,10 +77,8 @@ def _scatter_variable(
     """Change rows with values that are the same on all ranks; check that they are."""
     collectives, storage = group.collectives, storage_of(variable)
     call = storage.describe_call(f"scatter_{how}")
-    try:
+    with collectives.guard.checking(call):
         indices, rows = storage.prepare_slices(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
     text = f"{call} {backend.describe(rows)}"
     if collectives.guard.checks and not is_same(group, value):
         text += f" = {checksums.summarize(rows)} at {checksums.summarize(indices)}"

@@ -75,11 +75,9 @@ def broadcast(
     """
     call = "mpidist.jax.broadcast"
     group = group_of_call(strategy, call)
-    try:
+    with group.guard.checking(call):
         check_root(root, group, call)
         leaves, structure = _flatten(tree)
-    except Exception as error:
-        group.collectives.invalid(call, error)
     received = group.collectives.broadcast(leaves, root, call=f"{call} from {root}")
     return structure.unflatten([received[name] for name in leaves])
 
@@ -144,11 +142,9 @@ def _all_reduce(
     tree: PyTree, op: ReduceOp | str, strategy: Strategy | None, call: str
 ) -> PyTree:
     group = group_of_call(strategy, call)
-    try:
+    with group.guard.checking(call):
         checked = as_reduce_op(op, call)
         leaves, structure = _flatten(tree)
-    except Exception as error:
-        group.collectives.invalid(call, error)
     results = group.all_reduce(checked, leaves, None, call)
     return structure.unflatten([results[name] for name in leaves])
 

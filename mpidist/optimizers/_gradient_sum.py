@@ -54,7 +54,7 @@ def sum_gradients(
     ]
     with context.entered(group.cross_frame):  # an exception is raised on all ranks
         sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
-    try:
+    with group.guard.checking(APPLY):
         results = [
             as_gradient(group, x, variable, False, True)
             for x, variable in zip(sums, variables, strict=True)
@@ -62,7 +62,5 @@ def sum_gradients(
         text = f"{APPLY} with gradients that `cross_device_ops` has reduced to "
         if group.guard.checks:
             text += ", ".join(checksums.summarize(x) for x in results)
-    except Exception as error:
-        group.collectives.invalid(APPLY, error)
     group.guard.agree(Call(text))
     return results

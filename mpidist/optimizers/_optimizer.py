@@ -353,7 +353,7 @@ class Optimizer(Rule):
     def _build(self, group: ReplicaGroup, variables: list[Variable]) -> None:
         """Create the state. All ranks call this, at any level."""
         collectives, state = group.collectives, self._state
-        try:
+        with collectives.guard.checking(_BUILD):
             if state is not None:
                 state.check_known(variables, _BUILD)
                 if len(variables) != len(state.variables):
@@ -370,8 +370,6 @@ class Optimizer(Rule):
                 for v, d in zip(variables, decayed, strict=True)
             )
             when = "anew" if state is None else "again"
-        except Exception as error:
-            collectives.invalid(_BUILD, error)
         collectives.guard.agree(Call(f"build {self._text} {when} for {described}"))
         if state is None:
             state = State(
@@ -405,14 +403,12 @@ class Optimizer(Rule):
     ) -> None:
         """Apply one step. All ranks call this, each with its own gradients."""
         collectives = group.collectives
-        try:
+        with collectives.guard.checking(APPLY):
             given = collect(group, gradients, variables, in_replica, skip)
-        except Exception as error:
-            collectives.invalid(APPLY, error)
         if self._state is None:
             self._build(group, variables)
         state = self._built(APPLY)
-        try:  # what can fail on one rank alone
+        with collectives.guard.checking(APPLY):  # what can fail on one rank alone
             state.check_known(given.variables, APPLY)
             to_sum = [given.arrays[i] for i in given.summed]
             plan = find_plan(group, to_sum)
@@ -435,8 +431,6 @@ class Optimizer(Rule):
             if given.summaries:
                 summaries = ", ".join(given.summaries)
                 text += f", given {summaries} (which are not per replica)"
-        except Exception as error:
-            collectives.invalid(APPLY, error)
         summed = [given.variables[i] for i in given.summed]
         sums = sum_gradients(group, plan, Call(text), to_sum, summed)
         # From here on nothing fails on one rank alone.
@@ -469,13 +463,13 @@ def _find(group: ReplicaGroup, reference: _Reference, call: str) -> Optimizer:
     found = _known.get().get(identity)
     mine = "" if found is None else found._reference()[2]
     if found is None or mine != text:
-        error = RuntimeError(
-            f"{call}: the coordinator uses {text}, which this rank "
-            + ("does not have" if found is None else f"has as {mine}")
-            + "; create optimizers on all ranks, in the same order, or call "
-            "`optimizer.build(variables)` before the `merge_call`"
-        )
-        group.collectives.invalid(call, error)
+        with group.guard.checking(call):
+            raise RuntimeError(
+                f"{call}: the coordinator uses {text}, which this rank "
+                + ("does not have" if found is None else f"has as {mine}")
+                + "; create optimizers on all ranks, in the same order, or call "
+                "`optimizer.build(variables)` before the `merge_call`"
+            )
     return found
 
 
