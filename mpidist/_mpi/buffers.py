@@ -5,8 +5,8 @@ deadline. MPI chooses the algorithm. What is decided here is how many collective
 array is cut into, and which one an all-reduce is (`Way`).
 
 **Invariants.** All ranks of the communicator call the same method with the same sizes:
-the guard ensures it. No array is allocated on the host after a method has begun, except
-in the pieces of more than 2 GiB. A wait that ends with an exception leaks its buffers
+the guard ensures it. On the host no array but the scratch memory of an all-reduce is
+allocated after a method has begun. A wait that ends with an exception leaks its buffers
 (MPI may still write to them), and no call follows on this communicator.
 """
 
@@ -363,21 +363,15 @@ class BufferCollectives:
         self, send: Buffer, receive: Buffer | None, counts: Sequence[int], root: int
     ) -> None:
         """Concatenate buffers of all ranks, in rank order, on the root alone."""
-        for part, window in self._windows(send, receive, counts):
-            where = None if window is None else window.buffers
-            self._run(self.comm.Igatherv, part, where, root)
-            if window is not None:
-                window.copy_out()
+        for part, whole in self._parts_of_all(send, receive, counts):
+            self._run(self.comm.Igatherv, part, whole, root)
 
     def scatter(
         self, send: Buffer | None, receive: Buffer, counts: Sequence[int], root: int
     ) -> None:
         """Give each rank its part of the root's buffer."""
-        for part, window in self._windows(receive, send, counts):
-            if window is not None:
-                window.copy_in()
-            where = None if window is None else window.buffers
-            self._run(self.comm.Iscatterv, where, part, root)
+        for part, whole in self._parts_of_all(receive, send, counts):
+            self._run(self.comm.Iscatterv, whole, part, root)
 
     def _run(
         self, call: Callable[..., MpiRequest], send: Any, receive: Any, root: int
@@ -385,61 +379,36 @@ class BufferCollectives:
         started = functools.partial(call, send, receive, root)
         self.finish(self.start((started,), send, receive))
 
-    def _windows(
+    def _parts_of_all(
         self, own: Buffer, whole: Buffer | None, counts: Sequence[int]
-    ) -> Iterator[tuple[Buffer, _Window | None]]:
+    ) -> Iterator[tuple[Buffer, list[Any] | None]]:
         """Yield parts of this rank's buffer, and of the root's that of all ranks.
 
-        As many on all ranks: the largest buffer is cut so that the parts of all fit
-        into one collective.
+        Usually there is one, of all. Too much for one collective is moved in parts of
+        one rank at a time, in which the others have nothing.
         """
-        itemsize = own.itemsize
-        step = max(1, *counts)
-        if sum(counts) * itemsize > self.most_bytes:
-            step = max(1, self.most_bytes // self.size // itemsize)
-        for first in range(0, max(counts), step):
-            window = None
-            if whole is not None:
-                ranges = [part[first : first + step] for part in _parts(whole, counts)]
-                window = _Window(whole, ranges)
-            yield own[first : first + step], window
+        if sum(counts) * own.itemsize <= self.most_bytes:
+            everywhere = (counts, starts_of(counts))
+            yield own, None if whole is None else [whole, everywhere]
+            return
+        step = max(1, self.most_bytes // own.itemsize)
+        for rank, (start, count) in enumerate(
+            zip(starts_of(counts), counts, strict=True)
+        ):
+            for first in range(0, count, step):
+                size = min(step, count - first)
+                here = own[first : first + size] if rank == self.rank else own[:0]
+                sizes = [size if r == rank else 0 for r in range(self.size)]
+                place = None
+                if whole is not None:
+                    at = start + first
+                    place = [whole[at : at + size], (sizes, [0] * self.size)]
+                yield here, place
 
     def exchange(self, send: Buffer, receive: Buffer) -> None:
         """Send row k of ``send`` to rank k, and receive row k from it."""
         call = functools.partial(self.comm.Ialltoall, send, receive)
         self.finish(self.start((call,), send, receive))
-
-
-class _Window:
-    """A range of the parts of all ranks, next to each other for MPI.
-
-    Args:
-        whole: the buffer of all ranks.
-        ranges: of each rank, in ``whole``.
-    """
-
-    def __init__(self, whole: Buffer, ranges: list[Buffer]) -> None:
-        counts = [part.size for part in ranges]
-        self._ranges: Any = ranges
-        self._is_whole = sum(counts) == whole.size
-        self._buffer: Any = whole
-        if not self._is_whole:
-            self._buffer = np.empty(sum(counts), whole.dtype)
-        self.buffers = [self._buffer, (counts, starts_of(counts))]
-
-    def copy_in(self) -> None:
-        """Copy the ranges next to each other."""
-        if not self._is_whole:
-            np.concatenate(self._ranges, out=self._buffer)
-
-    def copy_out(self) -> None:
-        """Copy them back."""
-        if not self._is_whole:
-            counts = [part.size for part in self._ranges]
-            for part, copy in zip(
-                self._ranges, _parts(self._buffer, counts), strict=True
-            ):
-                part[...] = copy
 
 
 def starts_of(counts: Sequence[int]) -> list[int]:
