@@ -20,7 +20,7 @@ from typing import Final
 from mpidist._agreement.call_state import SharedState
 from mpidist._agreement.channel import LeftError
 from mpidist._agreement.lives import Lives
-from mpidist._agreement.notices import AT_END, COLLECT_SECONDS, End, Notices, Wait
+from mpidist._agreement.notices import COLLECT_SECONDS, End, Notices, Wait
 from mpidist._agreement.polling import SHORT_SLEEP
 from mpidist._base.errors import (
     CollectiveTimeoutError,
@@ -242,7 +242,7 @@ class Breakdown:
 
     def post_end(self, end: End) -> None:
         """Tell the others how far this process is with its end."""
-        self.notices.post(Wait(AT_END, self._shared.sequence), end=end)
+        self.notices.post_end(self._shared.sequence, end)
 
     @property
     def gave_up(self) -> bool:

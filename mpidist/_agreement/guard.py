@@ -84,7 +84,7 @@ class Guard(SharedState):
         self.enabled: bool = enabled
         self.breakdown: Breakdown = Breakdown(comm, self)
         self.waits: Waits = Waits(comm, self, self.breakdown, stall_seconds)
-        self.waits.watch_headers(self.channel)
+        self.waits.watch(self.channel)
         self.reports: Reports = Reports(comm, self, self.breakdown)
         self.before_call: Callable[[], None] | None = None
 

@@ -115,7 +115,7 @@ class Waits:
 
         Args:
             wait: waits, and returns a status; such as that of a channel that was given
-                to `watch_steps`, for the memory of one node.
+                to `watch`, for the memory of one node.
             missing: returns the ranks that have not made the step.
 
         Raises:
@@ -151,30 +151,22 @@ class Waits:
     def _data(self) -> str:
         return f"the data of {self._shared.call.text}"
 
-    def watch_headers(self, channel: Channel) -> None:
-        """Check deadline and notices while a rank waits in the channel of headers."""
-        self._watch(channel, Waits._header)
-
-    def _header(self) -> str:
-        moves = self._shared.channel.moves
-        return self._data() if moves else self._shared.call.text
-
-    def watch_steps(self, channel: Channel) -> None:
-        """Check deadline and notices while a rank waits in a channel for data.
+    def watch(self, channel: Channel, *, is_for_data: bool = False) -> None:
+        """Check deadline and notices while a rank waits in a channel.
 
         Args:
-            channel: of the ranks of one node, of several.
+            channel: of the headers, and of what is behind them; or for the data of the
+                ranks of one node, of several.
+            is_for_data: whether it is the latter.
         """
-        self._watch(channel, Waits._data)
-
-    def _watch(self, channel: Channel, what: Callable[[Waits], str]) -> None:
         # Weakly: the garbage collector does not see through a channel of the core.
         reference = weakref.ref(self)
 
         def pause(waited: float) -> None:
             this = reference()
             if this is not None:
-                this.look(what(this), waited)
+                moves = is_for_data or this._shared.channel.moves
+                this.look(this._data() if moves else this._shared.call.text, waited)
 
         channel.pause = pause
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -67,17 +67,7 @@ def fingerprint_of_array(x: Array, seed: int) -> int:
         x: the array.
         seed: a number that is the same on all ranks.
     """
-    raw = backend.value_bytes(x)
-    char = ord(x.dtype.char)
-    if int(raw.size) <= _SMALL_BYTES:
-        return char << 32 | _crc32(backend.to_host(raw))
-    words = raw[: raw.size // 8 * 8].view(np.uint64)
-    if words.size > _MOST_WORDS:
-        step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
-        words = words[seed % step :: step]
-    total = int(words.sum(dtype=np.uint64))
-    ends = backend.to_host(raw[:_END_BYTES]), backend.to_host(raw[-_END_BYTES:])
-    return _mixed(char, _crc32(ends[1], _crc32(ends[0])), total)
+    return _look_at(backend.value_bytes(x), ord(x.dtype.char))(seed)
 
 
 def _mixed(char: int, ends: int, total: int) -> int:
@@ -93,22 +83,24 @@ def fingerprinter(x: Array) -> Callable[[int], int]:
     Args:
         x: an array in C order whose address does not change.
     """
-    if backend.is_device_array(x) or x.dtype.char in "gG":
+    if x.dtype.char in "gG":  # whose values are copied each time
         return lambda seed: fingerprint_of_array(x, seed)
-    raw, char = backend.to_host(backend.as_bytes(x)), ord(x.dtype.char)
-    checksum = _crc32
+    return _look_at(backend.as_bytes(x), ord(x.dtype.char))
+
+
+def _look_at(raw: Array, char: int) -> Callable[[int], int]:
+    """Return what returns the fingerprint of bytes, and of a dtype, for a seed."""
+    checksum, host = _crc32, backend.to_host
     if raw.size <= _SMALL_BYTES:
-        view = raw.data
-        return lambda seed: char << 32 | checksum(view)
-    words = raw[: raw.size // 8 * 8].view(np.uint64)
-    step = 1
+        return lambda seed: char << 32 | checksum(host(raw))
+    words, step = raw[: raw.size // 8 * 8].view(np.uint64), 1
     if words.size > _MOST_WORDS:
-        step = max(_LEAST_STEP, words.size // _MOST_WORDS)
-    first, last = raw[:_END_BYTES].data, raw[-_END_BYTES:].data
-    add: Callable[..., Any] = np.add.reduce
+        step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
+    first, last = raw[:_END_BYTES], raw[-_END_BYTES:]
 
     def look(seed: int) -> int:
-        total = int(add(words[seed % step :: step] if step > 1 else words))
-        return _mixed(char, checksum(last, checksum(first)), total)
+        some = words[seed % step :: step] if step > 1 else words
+        total = int(some.sum(dtype=np.uint64))
+        return _mixed(char, checksum(host(last), checksum(host(first))), total)
 
     return look

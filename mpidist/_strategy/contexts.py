@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from mpidist._base import nest
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
 from mpidist._runtime import context
-from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import PerReplica
 
 
@@ -130,23 +128,3 @@ def _all_of(strategy: Any, output: Nest) -> tuple[Nest, ...]:
         return rows
     number: int = strategy.num_replicas_in_sync
     return rows[:1] * number  # the same on all replicas
-
-
-def run_steps(
-    group: ReplicaGroup,
-    fn: Callable[[MultiStepContext, Nest], object],
-    iterator: Steps,
-    iterations: int,
-    initial_loop_values: dict[str, Nest] | None,
-) -> MultiStepContext:
-    """Call ``fn(context, next element)`` a number of times. Collective."""
-    step_context = MultiStepContext()
-    step_context.last_step_outputs.update(initial_loop_values or {})
-    with context.scope(group):
-        for _ in range(iterations):
-            if hasattr(iterator, "get_next"):
-                element = iterator.get_next()
-            else:
-                element = next(iterator)
-            fn(step_context, element)
-    return step_context

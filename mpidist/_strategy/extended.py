@@ -28,7 +28,6 @@ from mpidist._strategy import operations as operations  # registers them
 from mpidist._strategy.contexts import (
     MultiStepContext,
     Steps,
-    run_steps,
 )
 from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
 from mpidist._values import variable_operations as variable_operations  # too
@@ -253,7 +252,16 @@ class StrategyExtended:
         context.require_cross_replica(self._group, call)
         with dispatch.checking(self._group, call):
             iterations = as_int(call, "iterations", iterations, least=1)
-        return run_steps(self._group, fn, iterator, iterations, initial_loop_values)
+        step_context = MultiStepContext()
+        step_context.last_step_outputs.update(initial_loop_values or {})
+        with context.scope(self._group):
+            for _ in range(iterations):
+                if hasattr(iterator, "get_next"):
+                    element = iterator.get_next()
+                else:
+                    element = next(iterator)
+                fn(step_context, element)
+        return step_context
 
     def call_for_each_replica(
         self,
@@ -319,10 +327,8 @@ class StrategyExtended:
                 destination is invalid.
         """
         options = _one_of("reduce_to", options, experimental_hints)
-        result = dispatch.perform(
-            self._group, "reduce_to", reduce_op, value, destinations, options
-        )
-        return self._unwrap_at_destination(result, destinations)
+        pairs = [(value, destinations)]
+        return self._reduce_pairs(reduce_op, pairs, options, "reduce_to")[0]
 
     @tells("batch_reduce_to")
     def batch_reduce_to(
@@ -348,8 +354,18 @@ class StrategyExtended:
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
         pairs = value_destination_pairs
+        return self._reduce_pairs(reduce_op, pairs, options, "batch_reduce_to")
+
+    def _reduce_pairs(
+        self,
+        reduce_op: ReduceOp | str,
+        pairs: Iterable[Pair],
+        options: CommunicationOptions | None,
+        call: str,
+    ) -> list[Nest]:
+        name = "batch_reduce_to"
         results: list[Nest] = dispatch.perform(
-            self._group, "batch_reduce_to", reduce_op, pairs, options
+            self._group, name, reduce_op, pairs, options, call, call=call
         )
         if not any(isinstance(destinations, str) for _, destinations in pairs):
             return results

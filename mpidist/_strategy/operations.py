@@ -183,29 +183,7 @@ def _reduce_same(
     return axis_reduction.reduce_same(op, to_plain(leaf), axes)
 
 
-@dispatch.operation("reduce_to")
-def _reduce_to(
-    group: ReplicaGroup,
-    reduce_op: ReduceOp | str,
-    value: Nest,
-    destinations: Destination,
-    options: CommunicationOptions | None,
-) -> Nest:
-    return _reduce_pairs(
-        group, reduce_op, [(value, destinations)], options, "reduce_to"
-    )[0]
-
-
 @dispatch.operation("batch_reduce_to")
-def _batch_reduce_to(
-    group: ReplicaGroup,
-    reduce_op: ReduceOp | str,
-    pairs: Sequence[Pair],
-    options: CommunicationOptions | None,
-) -> list[Nest]:
-    return _reduce_pairs(group, reduce_op, pairs, options, "batch_reduce_to")
-
-
 def _reduce_pairs(
     group: ReplicaGroup,
     reduce_op: ReduceOp | str,

@@ -223,7 +223,7 @@ def _make_guard(
 
     communicator.on_free(forget)
     if memory.nodes is not None:
-        guard.waits.watch_steps(memory.nodes.node.channel)
+        guard.waits.watch(memory.nodes.node.channel, is_for_data=True)
     return guard
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
@@ -95,12 +96,12 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
-        return int(self._array_view().ndim)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(self._array_view().size)
+        return math.prod(self.shape)
 
     def value(self) -> Any:
         """Return the array itself, without a copy. All operations use it.

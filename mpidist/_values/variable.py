@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
@@ -196,16 +195,6 @@ class Variable(ArrayLike, Registered):
         """Dtype of the array."""
         dtype: DType = self._storage.array.dtype
         return dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self._storage.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self._storage.shape)
 
     def __len__(self) -> int:
         if not self.shape:
