@@ -62,7 +62,7 @@ class DistributedDataset:
         call = "experimental_distribute_dataset"
         context.require_program_level(group, call)
         collectives = group.collectives
-        try:
+        with collectives.guard.checking(call):
             chosen = _check_options(options, call)
             if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
                 raise NotImplementedError(
@@ -89,8 +89,6 @@ class DistributedDataset:
             if feed.checked:
                 text += ", compared (MPIDIST_DEBUG)"
             sample = 0 if feed.by_file else stage.sample()
-        except Exception as error:
-            collectives.invalid(call, error)
         _, same = collectives.guard.agree_on_largest(Call(text), sample)
         if not same:
             warnings.warn(

@@ -381,10 +381,8 @@ class Optimizer(Rule):
                 self._shard_state,
             )
             if self._restored is not None:
-                try:
+                with collectives.guard.checking(_BUILD):
                     values = state.prepared(*self._restored, _BUILD)
-                except Exception as error:
-                    collectives.invalid(_BUILD, error)
                 collectives.guard.agree(Call(f"{_BUILD}, restoring {len(values)}"))
                 for variable, value in values:
                     storage_of(variable).apply("assign", value)

@@ -88,10 +88,8 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training and stored:
             return super().forward(input)
         group = group_of_call(self._strategy, _CALL)
-        try:
+        with group.guard.checking(_CALL):
             self._check_input_dim(input)
-        except Exception as error:
-            group.collectives.invalid(_CALL, error)
         axes = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
         dtype = torch.promote_types(input.dtype, torch.float32)

@@ -62,11 +62,9 @@ def all_reduce_gradients(
     """
     call = "mpidist.torch.all_reduce_gradients"
     group = group_of_call(strategy, call)
-    try:
+    with group.guard.checking(call):
         checked = check_op(op, call)
         named = named_parameters(module, call)
-    except Exception as error:
-        group.collectives.invalid(call, error)
     reduce_gradients(group, named, checked, call)
 
 
@@ -142,12 +140,10 @@ def sums_of(
         call: the name of the call, for messages.
         flags: numbers of this rank, which are reduced with them.
     """
-    try:
+    with group.guard.checking(call):
         arrays = _arrays_of(named, gradients, call)
         if flags:
             arrays[FLAGS] = np.array(flags, np.float32)
-    except Exception as error:
-        group.collectives.invalid(call, error)
     results: Sums = group.all_reduce(op, arrays, None, call)
     return results
 

@@ -43,11 +43,9 @@ def broadcast_parameters(
     """
     call = "mpidist.torch.broadcast_parameters"
     group = group_of_call(strategy, call)
-    try:
+    with group.guard.checking(call):
         tensors = tensors_of(module, call)
         check_root(root, group, call)
-    except Exception as error:
-        group.collectives.invalid(call, error)
     received = group.collectives.broadcast(tensors, root, call=f"{call} from {root}")
     if group.replica_id == root:
         return
@@ -115,12 +113,10 @@ def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:
     """
     call = "mpidist.torch.check_in_sync"
     group = group_of_call(strategy, call)
-    try:
+    with group.guard.checking(call):
         tensors = tensors_of(module, call)
         arrays = [backend.as_array(x, call)[0] for x in tensors.values()]
         digests = [digest(x) for x in arrays]
-    except Exception as error:
-        group.collectives.invalid(call, error)
     described = [
         f"{name!r}: {backend.describe(x)}"
         for name, x in zip(tensors, arrays, strict=True)

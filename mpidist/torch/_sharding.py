@@ -119,7 +119,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._sequences: list[_Sequence] = []
         self._parts: list[list[Part]] = []
         self._checked = self._ranks == 1
-        try:
+        with group.guard.checking(call):
             check_class(optimizer_class, call)
             self._cuts = optimizer_class in ELEMENTWISE
             super().__init__(params, {})
@@ -130,8 +130,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._read_settings(only_new=True)
             self._name = f"{call} of {optimizer_class.__name__}"
             text = f"{self._name} with {self._described()}"
-        except Exception as error:
-            group.collectives.invalid(call, error)
         group.collectives.guard.agree(Call(text))
 
     def __getstate__(self) -> NoReturn:
@@ -160,7 +158,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group = self._group("step")
         guard, call = group.guard, f"{self._name}.step"
         loss = None
-        try:
+        with group.guard.checking(call):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
@@ -169,8 +167,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._write_settings()
             text = self._text_of_step(call) if guard.checks else call
             digests = [] if self._checked else list(self._digests())
-        except Exception as error:
-            group.collectives.invalid(call, error)
         if self._checked:
             guard.agree(Call(text))
         elif guard.agree_and_compare(Call(text), fingerprint_of(*digests)):
@@ -185,13 +181,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     "all_reduce_gradients(model)` between `backward()` and `step()`",
                 )
             )
-        try:
+        with group.guard.checking(call):
             self._local_optimizer.step()
             self._read_settings()
             self._show_state()
             own = {} if self._ranks == 1 else self._own_elements()
-        except Exception as error:
-            group.collectives.invalid(call, error)
         if own:
             self._put(group.collectives.all_gather(own, 0, None, call))
         return loss
@@ -207,7 +201,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             return
         group = self._group("add_param_group")
         call = f"{self._name}.add_param_group"
-        try:
+        with group.guard.checking(call):
             super().add_param_group(param_group)
             added = self.param_groups[-1:]
             self._divide(added)
@@ -215,8 +209,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._local_optimizer.add_param_group(group_of_parts)
             self._read_settings(only_new=True)
             text = f"{call} with {self._described()}"
-        except Exception as error:
-            group.collectives.invalid(call, error)
         group.guard.agree(Call(text))
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,11 +219,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         group = self._group("state_dict")
         call = f"{self._name}.state_dict"
-        try:
+        with group.guard.checking(call):
             entries, data = pack(self._all_parts(), self._local_optimizer.state)
             own = pickle.dumps(entries)
-        except Exception as error:
-            group.collectives.invalid(call, error)
         group.guard.agree(Call(call))
         rows = [pickle.loads(x) for x in group.communicator.all_gather_objects(own)]
         (data,) = group.collectives.all_gather([data], 0, None, call)
