@@ -13,6 +13,7 @@ from mpidist._agreement.breakdown import State
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, ErrorKind, fingerprint
 from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, was_told
+from mpidist._timeline.observer import NOTHING
 
 _R = TypeVar("_R")
 
@@ -21,10 +22,12 @@ class SectionResult:
     """What a rank says at the end of a section: whose errors, and what the result is.
 
     Attributes:
-        kind: of an exception that the section raises on this rank.
+        error: what the section has raised on this rank.
+        kind: of that error, or of the one that it may raise now.
         fingerprint: of the result.
     """
 
+    error: BaseException | None = None
     kind: ErrorKind = "invalid"
     fingerprint = 0
     _result = ("", 0)
@@ -56,53 +59,37 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
         body: gets a `SectionResult`, to say whose errors its own are, and what the
             result is.
     """
-    calls = guard.calls
-    if calls is None:
-        return _run_section(guard, call, body)
-    with calls.section(call, call.text, guard.sequence + 1):
-        return _run_section(guard, call, body)
-
-
-def _run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -> _R:
-    section = SectionResult()
-    error: BaseException | None = None
+    section, calls = SectionResult(), guard.calls
     result: Any = None
-    guard.enter_section()
-    try:
+    number = guard.sequence + 1
+    with NOTHING if calls is None else calls.section(call, call.text, number):
+        guard.enter_section()
         try:
-            result = body(section)
-            guard.settle()
-        except KeyboardInterrupt:
-            raise
+            try:
+                result = body(section)
+                guard.settle()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                section.error = error
+                if isinstance(error, CollectiveError):
+                    section.kind = "agreed"
+            found = join(guard, call, section)
         except BaseException as raised:
-            error = raised
-            if isinstance(error, CollectiveError):
-                section.kind = "agreed"
-        error = join(
-            guard, call, error, section.kind, section.describe, section.fingerprint
-        )
-    except BaseException as raised:
-        # Such as Ctrl-C: those who are in the section learn that this rank is not
-        # coming.
-        in_merge_fn = guard.breakdown.state is State.ALONE
-        if not (was_told(raised) or in_merge_fn):
-            raise guard.abandon(call, raised) from raised.__cause__
-        raise
-    finally:
-        guard.leave_section()
-    if error is not None:
-        raise error
+            # Such as Ctrl-C: those who are in the section learn that this rank is not
+            # coming.
+            in_merge_fn = guard.breakdown.state is State.ALONE
+            if not (was_told(raised) or in_merge_fn):
+                raise guard.abandon(call, raised) from raised.__cause__
+            raise
+        finally:
+            guard.leave_section()
+    if found is not None:
+        raise found
     return result  # type: ignore[no-any-return]
 
 
-def join(
-    guard: Guard,
-    call: Call,
-    error: BaseException | None,
-    kind: ErrorKind,
-    describe: Callable[[], str],
-    number: int,
-) -> BaseException | None:
+def join(guard: Guard, call: Call, section: SectionResult) -> BaseException | None:
     """Wait until every rank has come to the end of a section; return what to raise.
 
     A rank that is here first meets the headers of ranks that are still inside it, tells
@@ -113,28 +100,19 @@ def join(
     Args:
         guard: of the ranks.
         call: the end of the section.
-        error: what this rank raised in it.
-        kind: of that error.
-        describe: returns the result of the section, for messages.
-        number: its fingerprint.
+        section: what this rank says.
     """
     if guard.calls is None:
-        return _join(guard, call, error, kind, describe, number)
+        return _join(guard, call, section)
     with guard.observed(call, call) as span:
-        found = _join(guard, call, error, kind, describe, number)
+        found = _join(guard, call, section)
         if span is not None and found is not None:
             span.raised = type(found).__name__
     return found
 
 
-def _join(
-    guard: Guard,
-    call: Call,
-    error: BaseException | None,
-    kind: ErrorKind,
-    describe: Callable[[], str],
-    number: int,
-) -> BaseException | None:
+def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | None:
+    error, kind = section.error, section.kind
     if error is not None:
         guard.interrupted(call.text, error)
     if guard.begun is not None:
@@ -152,6 +130,7 @@ def _join(
     if not guard.enabled:
         return error
     try:
+        number = section.fingerprint
         while not guard.exchange(call, 0 if error is None else 1, number):
             found, joined = guard.reports.exchange(call, error, kind, joining=True)
             if error is None:
@@ -162,5 +141,5 @@ def _join(
     except CollectiveTimeoutError as timeout:
         raise timeout from error  # which would be lost otherwise
     if not guard.channel.verdict[2]:
-        return guard.reports.exchange(Call(f"{call.text} -> {describe()}"))[0]
+        return guard.reports.exchange(Call(f"{call.text} -> {section.describe()}"))[0]
     return error

@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
-from mpidist._agreement.sections import join
+from mpidist._agreement.sections import SectionResult, join
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
 from mpidist._base.fingerprint import (
@@ -104,7 +104,7 @@ class _Writes:
         return sorted({storage.key for storage in self.storages})
 
 
-class UpdateBatch:
+class UpdateBatch(SectionResult):
     """Updates on this rank, until the next join.
 
     Attributes:
@@ -117,7 +117,8 @@ class UpdateBatch:
         self._group = group
         self._guard = guard = group.guard
         self.open = self.failed = self.communicates = False
-        self._failure: tuple[BaseException | None, ErrorKind, str] = (None, "none", "")
+        self.kind = "none"
+        self._failed_in = ""
         self._numbers: list[int] = []
         self._effects: list[_Effect] = []
         self._writes = _Writes()
@@ -196,7 +197,7 @@ class UpdateBatch:
         self.failed = True
         if isinstance(error, CollectiveError):
             kind = "agreed"
-        self._failure = (error, kind, call)
+        self.error, self.kind, self._failed_in = error, kind, call
 
     def end(self, call: str = "") -> BaseException | None:
         """Wait for the end of the batch on all ranks; return the exception to raise.
@@ -206,16 +207,15 @@ class UpdateBatch:
         Args:
             call: the name of the update, if all ranks know it.
         """
-        error, kind, failed = self._failure
         if not self.open:
-            return error
+            return self.error
         guard = self._guard
         guard.reports.writes = self._writes
-        name = call or failed
+        name = call or self._failed_in
         what = call_of(name) if name else _BATCH
         try:
-            number = fingerprint_of_numbers(self._numbers)
-            found = join(guard, what, error, kind, self._describe, number)
+            self.fingerprint = fingerprint_of_numbers(self._numbers)
+            found = join(guard, what, self)
             if found is None:
                 self._writes.kept = None
             return found
@@ -233,7 +233,7 @@ class UpdateBatch:
             guard.leave_section()
             del self._numbers, self._effects, self._writes
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
         """Describe the effects of all updates."""
         last = {
             v.key: k

@@ -322,8 +322,11 @@ class BufferCollectives:
             if blocks:
                 self._block(call, *arguments(part))
             else:
-                started = functools.partial(call, *arguments(part))
-                self.finish(self.start((started,), part))
+                self._move(call, *arguments(part))
+
+    def _move(self, call: Callable[..., MpiRequest], *arguments: Any) -> None:
+        """Start a collective with these arguments, and wait for it."""
+        self.finish(self.start((functools.partial(call, *arguments),), arguments))
 
     def _block(self, call: Callable[..., object], *arguments: Any) -> None:
         """Move GPU buffers by a call that blocks, if MPI is CUDA-aware."""
@@ -348,36 +351,27 @@ class BufferCollectives:
                     backend.synchronize(part)
                 self.broadcast(part, root)
             return
+        where = [receive, (counts, starts_of(counts))]
         if backend.is_device_array(receive):
-            where = [receive, (counts, starts_of(counts))]
             self._block(self.comm.Allgatherv, send, where)
-            return
-        if len(set(counts)) == 1:
-            call = functools.partial(self.comm.Iallgather, send, receive)
+        elif len(set(counts)) == 1:
+            self._move(self.comm.Iallgather, send, receive)
         else:
-            where = [receive, (counts, starts_of(counts))]
-            call = functools.partial(self.comm.Iallgatherv, send, where)
-        self.finish(self.start((call,), send, receive))
+            self._move(self.comm.Iallgatherv, send, where)
 
     def gather(
         self, send: Buffer, receive: Buffer | None, counts: Sequence[int], root: int
     ) -> None:
         """Concatenate buffers of all ranks, in rank order, on the root alone."""
         for part, whole in self._parts_of_all(send, receive, counts):
-            self._run(self.comm.Igatherv, part, whole, root)
+            self._move(self.comm.Igatherv, part, whole, root)
 
     def scatter(
         self, send: Buffer | None, receive: Buffer, counts: Sequence[int], root: int
     ) -> None:
         """Give each rank its part of the root's buffer."""
         for part, whole in self._parts_of_all(receive, send, counts):
-            self._run(self.comm.Iscatterv, whole, part, root)
-
-    def _run(
-        self, call: Callable[..., MpiRequest], send: Any, receive: Any, root: int
-    ) -> None:
-        started = functools.partial(call, send, receive, root)
-        self.finish(self.start((started,), send, receive))
+            self._move(self.comm.Iscatterv, whole, part, root)
 
     def _parts_of_all(
         self, own: Buffer, whole: Buffer | None, counts: Sequence[int]
@@ -407,8 +401,7 @@ class BufferCollectives:
 
     def exchange(self, send: Buffer, receive: Buffer) -> None:
         """Send row k of ``send`` to rank k, and receive row k from it."""
-        call = functools.partial(self.comm.Ialltoall, send, receive)
-        self.finish(self.start((call,), send, receive))
+        self._move(self.comm.Ialltoall, send, receive)
 
 
 def starts_of(counts: Sequence[int]) -> list[int]:
