@@ -68,7 +68,7 @@ from mpidist._merge.coordinator import Coordinator
 from mpidist._merge.follower import Follower
 from mpidist._merge.object_names import Names, may_reach
 from mpidist._runtime import dispatch
-from mpidist._runtime.dispatch import OnRank0
+from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered, gathered
 from mpidist._timeline.observer import END_OF, Calls, observed
@@ -112,7 +112,9 @@ def merge_call(
     leaves: list[Nest] = []
     kinds: list[str] = []
     structure, call = _NO_ARGUMENTS, _WITHOUT_ARGUMENTS
-    with collectives.guard.checking("merge_call"):
+    try:  # without the calls of `Guard.checking`
+        check_arguments("merge_call", args, kwargs)
+        args = tuple(args)
         what = "`merge_fn` to be a function"
         expect(callable(merge_fn), "merge_call", what, merge_fn)
         if args or kwargs:
@@ -126,6 +128,8 @@ def merge_call(
                 for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
                 if kind == _OBJECT
             ]
+    except Exception as error:
+        collectives.invalid("merge_call", error)
     same = _compare(collectives, call, fingerprints)
     try:
         side, changes = _side_of(group, merge_fn, leaves, kinds, same)

@@ -18,6 +18,7 @@ from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Given, Leaf, Nest
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
+from mpidist._runtime.interruptions import tells
 from mpidist._strategy.folds import fold
 from mpidist._strategy.scope import require_scope
 from mpidist._strategy.strategy import Args, Kwargs, Strategy, group_of
@@ -359,6 +360,7 @@ class ReplicaContext:
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest: ...
 
+    @tells("merge_call")
     def merge_call(
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest:
@@ -391,19 +393,14 @@ class ReplicaContext:
             CollectiveMismatchError: if the replicas' calls differ.
         """
         group = self._group
-        try:
-            self._require_current("merge_call")
-            kwargs = {} if kwargs is None else kwargs
-            with group.guard.checking("merge_call"):
-                check_arguments("merge_call", args, kwargs)
-            if not group.is_mpi:
-                require_scope("merge_call")
-                with context.entered(group.cross_frame):
-                    return merge_fn(self._strategy, *args, **kwargs)
-            return group.merge_call(group, merge_fn, tuple(args), kwargs)
-        except BaseException as error:
-            interruptions.left(group, "merge_call", error)
-            raise
+        self._require_current("merge_call")
+        kwargs = {} if kwargs is None else kwargs
+        if group.is_mpi:
+            return group.merge_call(group, merge_fn, args, kwargs)
+        check_arguments("merge_call", args, kwargs)
+        require_scope("merge_call")
+        with context.entered(group.cross_frame):
+            return merge_fn(self._strategy, *args, **kwargs)
 
     def _reduce_now(
         self,

@@ -401,12 +401,14 @@ class Optimizer(Rule):
     ) -> None:
         """Apply one step. All ranks call this, each with its own gradients."""
         collectives = group.collectives
-        with collectives.guard.checking(APPLY):
+        try:
             given = collect(group, gradients, variables, in_replica, skip)
+        except Exception as error:
+            collectives.invalid(APPLY, error)
         if self._state is None:
             self._build(group, variables)
         state = self._built(APPLY)
-        with collectives.guard.checking(APPLY):  # what can fail on one rank alone
+        try:  # what can fail on one rank alone
             state.check_known(given.variables, APPLY)
             to_sum = [given.arrays[i] for i in given.summed]
             plan = find_plan(group, to_sum)
@@ -429,6 +431,8 @@ class Optimizer(Rule):
             if given.summaries:
                 summaries = ", ".join(given.summaries)
                 text += f", given {summaries} (which are not per replica)"
+        except Exception as error:
+            collectives.invalid(APPLY, error)
         summed = [given.variables[i] for i in given.summed]
         sums = sum_gradients(group, plan, Call(text), to_sum, summed)
         # From here on nothing fails on one rank alone.
