@@ -115,18 +115,10 @@ class Report:
             report.trace = describe_exception(error)
             report.pickled_error = dump_exception(error)
             if isinstance(error, SystemExit):
-                code = error.code
-                report.exits = True
-                report.exit_code = code if code is None else _plain_code(code)
+                code, report.exits = error.code, True
+                if code is not None:
+                    report.exit_code = int(code) if isinstance(code, int) else str(code)
         return report
-
-    def load_error(self) -> BaseException | None:
-        """Return the exception if it can be rebuilt on this rank, else None."""
-        return load_exception(self.pickled_error, self.trace)
-
-
-def _plain_code(code: object) -> int | str:
-    return int(code) if isinstance(code, int) else str(code)
 
 
 def describe_exception(error: BaseException) -> str:
@@ -186,7 +178,7 @@ def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseExc
 
 def _repeat(rank: int, report: Report) -> BaseException:
     """Return what this rank raises if another one found an error in its arguments."""
-    error = report.load_error()
+    error = load_exception(report.pickled_error, report.trace)
     if error is None:
         return _replica_error(rank, [report])
     error.add_note(f"[rank {rank}] raised here because rank {report.rank} raised it")

@@ -32,8 +32,6 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable, storage_of
 
-_PACKAGE: Final = "mpidist"
-
 
 def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
     """Return a fingerprint that is the same on all ranks for equal objects.
@@ -50,14 +48,15 @@ def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
     if kind in ATOMS:
         return fingerprint(f"{kind.__name__} {x!r}")
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if not (isinstance(x, (type, types.ModuleType)) or _has_name(x)):
+    is_named = kind is types.FunctionType and functions.is_global(x)
+    if not (is_named or isinstance(x, (type, types.ModuleType))):
         held = _held_by(x, group.public_objects)
         if held is not None:
             return fingerprint(f"one {_name_of(x)} with {held}")
     try:
         return fingerprint_of_bytes(_canonical(x))
     except Exception as error:
-        if any(_is_ours(base) for base in kind.__mro__):
+        if any(map(object_names.is_ours, kind.__mro__)):
             return fingerprint(f"one {name}")
         why = str(error).rstrip(".")
         raise TypeError(
@@ -65,14 +64,6 @@ def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
             f"cannot be compared with that of the other ranks: {why}. Let merge_fn "
             "close over it, or pass what it is made from"
         ) from error
-
-
-def _has_name(x: object) -> bool:
-    return type(x) is types.FunctionType and functions.is_global(x)
-
-
-def _is_ours(kind: type) -> bool:
-    return str(kind.__module__).partition(".")[0] == _PACKAGE
 
 
 _MOST_FUNCTIONS: Final = 512

@@ -52,7 +52,6 @@ from mpidist._merge.functions import is_global
 MOST: Final = 512
 """The largest number of objects with names in one `merge_call`."""
 
-_PACKAGE: Final = "mpidist"
 _MOST_KINDS: Final = 4096
 _MOST_ALIASES: Final = 4
 _KEYS: Final = frozenset((str, int, bool, float, bytes, type(None)))
@@ -128,6 +127,11 @@ def _kind_of(kind: type) -> _Kind | None:
         return found
 
 
+def is_ours(kind: type) -> bool:
+    """Return whether a class is of this package."""
+    return str(kind.__module__).partition(".")[0] == "mpidist"
+
+
 def _find_kind(kind: type) -> _Kind | None:
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -135,7 +139,7 @@ def _find_kind(kind: type) -> _Kind | None:
         return None
     if issubclass(kind, type):
         return _CLASS
-    if str(kind.__module__).partition(".")[0] == _PACKAGE:
+    if is_ours(kind):
         return _THING
     base = next((x for x in (list, tuple, dict) if issubclass(kind, x)), object)
     plain = _PLAIN.get(base, _THING)

@@ -385,9 +385,7 @@ class Strategy:
         """
         return local_results(self._group, value)
 
-    def unwrap(self, value: Nest) -> tuple[Nest, ...]:
-        """Return the local components; see `experimental_local_results`."""
-        return self.experimental_local_results(value)
+    unwrap = experimental_local_results
 
     def group(self, value: Nest, name: str | None = None) -> None:
         """Return None: calls are synchronous, so there is nothing to wait for.
@@ -501,14 +499,7 @@ class Strategy:
         """
         return DistributedDataset._of_function(self._group, dataset_fn, options)
 
-    @tells("experimental_distribute_datasets_from_function")
-    def experimental_distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Batches],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        """The old name; see `distribute_datasets_from_function`."""
-        return DistributedDataset._of_function(self._group, dataset_fn, options)
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Nest, session: object = None

@@ -19,7 +19,7 @@ from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
 from mpidist._values.distributed import DistributedValues, PerReplica
-from mpidist._values.locality import is_same
+from mpidist._values.locality import check_owner, is_same
 from mpidist._values.variable import Variable, array_of, storage_of
 
 APPLY: Final = "apply_gradients"
@@ -211,12 +211,7 @@ def check_variables(
                 f"{call}: expected variables of floating dtypes, got Variable {name!r} "
                 f"of {dtype.name}"
             )
-        owner, other = storage_of(variable).group, storage_of(first).group
-        if owner is not other:
-            raise RuntimeError(
-                f"{call}: Mixing different Strategy objects: Variable {name!r} belongs "
-                f"to {owner}, Variable {first.name!r} to {other}"
-            )
+        check_owner(storage_of(first).group, call, variable)
 
 
 def as_gradient(
