@@ -20,6 +20,7 @@ from typing import Final
 from mpidist._agreement.call_state import SharedState
 from mpidist._agreement.channel import LeftError
 from mpidist._agreement.lives import Lives
+from mpidist._agreement.mismatch import Call
 from mpidist._agreement.notices import COLLECT_SECONDS, End, Notices, Wait
 from mpidist._agreement.polling import SHORT_SLEEP
 from mpidist._base.errors import (
@@ -70,6 +71,32 @@ class Payload:
             found = self._breakdown.abandon(self._what, error)
             if found is not error:
                 raise found from None
+
+
+class Checking:
+    """The context of what a rank does alone before a call; a class, as `Payload`.
+
+    Args:
+        fail: tells all ranks of an exception (`Guard.fail`); returns what to raise.
+        call: the name of the call.
+    """
+
+    __slots__ = ("_call", "_fail")
+
+    def __init__(
+        self, fail: Callable[[Call, BaseException], BaseException], call: str
+    ) -> None:
+        self._fail = fail
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            found = self._fail(Call(f"{self._call} with invalid arguments"), error)
+            if found is not error:
+                raise found
 
 
 class Breakdown:

@@ -28,7 +28,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from mpidist._agreement.breakdown import Breakdown, Payload, State
+from mpidist._agreement.breakdown import Breakdown, Checking, Payload, State
 from mpidist._agreement.call_state import SharedState
 from mpidist._agreement.channel import (
     AGAIN,
@@ -387,7 +387,7 @@ class Guard(SharedState):
         Args:
             call: its name.
         """
-        return Checking(self, call)
+        return Checking(self.fail, call)
 
     def span(self, text: str) -> contextlib.AbstractContextManager[None]:
         """Return a context for own work, which a timeline shows as ``text``."""
@@ -404,26 +404,3 @@ class Guard(SharedState):
         """Leave the innermost section."""
         if self.sections.leave():
             self.update_blocked()
-
-
-class Checking:
-    """The context of what a rank does alone before a call; see `Guard.checking`.
-
-    A class, since a generator would take three times as long.
-    """
-
-    __slots__ = ("_call", "_guard")
-
-    def __init__(self, guard: Guard, call: str) -> None:
-        self._guard = guard
-        self._call = call
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            call = Call(f"{self._call} with invalid arguments")
-            found = self._guard.fail(call, error)
-            if found is not error:
-                raise found
