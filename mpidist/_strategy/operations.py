@@ -206,7 +206,8 @@ def _reduce_pairs(
             )
     if own is not None:
         reduced = collectives.all_reduce(op, own, options, call)
-        return registry.wrap_list(Mirrored, reduced, registry.next_key())
+        wrapped: list[Nest] = registry.wrap_tree(Mirrored, reduced)
+        return wrapped
     if plain:
         collectives.check_plain(call, plain)
     asked = [(leaves[i], wanted[i]) for i in moving]

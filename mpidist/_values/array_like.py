@@ -178,15 +178,14 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = (_tensors(args), _tensors(kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_replaced(_tensor, args), **_replaced(_tensor, kwargs or {}))
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(kwargs.get("out"), ArrayLike):
             kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out={{x}})")
         if func is np.copyto and args and isinstance(args[0], ArrayLike):
             args[0]._refuse_write("numpy.copyto({x}, ...)")
-        return func(*_plain_arguments(args), **_plain_arguments(kwargs))
+        return func(*_replaced(to_plain, args), **_replaced(to_plain, kwargs))
 
     def __getitem__(self, index: Any) -> Any:
         return self.value()[to_plain(index)]
@@ -259,18 +258,14 @@ def _as_guest(x: Nest, kind: guests.GuestKind) -> Nest:
     return guests.restore(backend.as_array(x, "operand")[0].copy(), kind)
 
 
-def _tensors(x: Nest) -> Nest:
-    """Replace what is `ArrayLike` in the arguments of a function of torch."""
-    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
-        return type(x)(_tensors(item) for item in x)
-    if type(x) is dict:
-        return {key: _tensors(item) for key, item in x.items()}
+def _tensor(x: Nest) -> Nest:
     return _as_guest(x.value(), "torch") if isinstance(x, ArrayLike) else x
 
 
-def _plain_arguments(x: Nest) -> Nest:
-    if isinstance(x, (list, tuple)) and type(x) in (list, tuple):
-        return type(x)(_plain_arguments(item) for item in x)
+def _replaced(replace: Callable[[Nest], Nest], x: Nest) -> Nest:
+    """Replace the arguments of a function, also in lists, tuples and dicts."""
+    if type(x) in (list, tuple):
+        return type(x)(_replaced(replace, item) for item in x)
     if type(x) is dict:
-        return {key: _plain_arguments(item) for key, item in x.items()}
-    return to_plain(x)
+        return {key: _replaced(replace, item) for key, item in x.items()}
+    return replace(x)
