@@ -30,11 +30,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from mpidist import _native
-from mpidist._agreement.polling import (
-    YIELD_SECONDS,
-    YIELD_SECONDS_FOR_DATA,
-    poll,
-)
+from mpidist._agreement.polling import YIELD_SECONDS, YIELD_SECONDS_FOR_DATA, poll
 from mpidist._mpi.any_communicator import Request
 from mpidist._mpi.communicator import Communicator
 

@@ -39,12 +39,7 @@ from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
 from mpidist._mpi.buffers import Buffer, BufferCollectives, Way, chosen_way, starts_of
 from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
-from mpidist._mpi.library import (
-    MpiComm,
-    MpiRequest,
-    give_launcher_time,
-    mpi_module,
-)
+from mpidist._mpi.library import MpiComm, MpiRequest, give_launcher_time, mpi_module
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")

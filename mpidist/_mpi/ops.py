@@ -66,9 +66,7 @@ def make_op(function: int, *, commutes: bool = False) -> Any:
     mpi = mpi_module()
     op = mpi.Op()
     code = ctypes.CDLL(mpi.__file__).MPI_Op_create(
-        ctypes.c_void_p(function),
-        int(commutes),
-        ctypes.c_void_p(mpi._addressof(op)),
+        ctypes.c_void_p(function), int(commutes), ctypes.c_void_p(mpi._addressof(op))
     )
     if code:
         raise_error(code)

@@ -25,10 +25,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._runtime.registry import component
 from mpidist._strategy import operations as operations  # registers them
-from mpidist._strategy.contexts import (
-    MultiStepContext,
-    Steps,
-)
+from mpidist._strategy.contexts import MultiStepContext, Steps
 from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
 from mpidist._values import variable_operations as variable_operations  # too
 from mpidist._values.distributed import (
@@ -506,9 +503,7 @@ class StrategyExtended:
 
 
 def _one_of(
-    call: str,
-    options: CommunicationOptions | None,
-    hints: CommunicationOptions | None,
+    call: str, options: CommunicationOptions | None, hints: CommunicationOptions | None
 ) -> CommunicationOptions | None:
     if options is not None and hints is not None:
         raise TypeError(

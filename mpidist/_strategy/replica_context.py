@@ -193,17 +193,11 @@ class ReplicaContext:
     ) -> Any: ...
     @overload
     def all_gather(
-        self,
-        value: Given,
-        axis: int,
-        options: CommunicationOptions | None = None,
+        self, value: Given, axis: int, options: CommunicationOptions | None = None
     ) -> Given: ...
 
     def all_gather(
-        self,
-        value: Nest,
-        axis: int,
-        options: CommunicationOptions | None = None,
+        self, value: Nest, axis: int, options: CommunicationOptions | None = None
     ) -> Nest:
         """Concatenate ``value`` of all replicas along an axis.
 
@@ -302,10 +296,7 @@ class ReplicaContext:
         )
 
     def all_gather_async(
-        self,
-        value: Given,
-        axis: int,
-        options: CommunicationOptions | None = None,
+        self, value: Given, axis: int, options: CommunicationOptions | None = None
     ) -> CollectiveHandle[Given]:
         """Begin an `all_gather`, and return while it goes on.
 

@@ -548,9 +548,7 @@ class Strategy:
         )
 
     def experimental_run(
-        self,
-        fn: Callable[..., Nest],
-        input_iterator: DistributedIterator | None = None,
+        self, fn: Callable[..., Nest], input_iterator: DistributedIterator | None = None
     ) -> Nest:
         """Run ``fn`` on each replica, with the next element. Collective.
 

@@ -12,12 +12,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import Attributes
 from mpidist._values.locality import is_same
 from mpidist._values.storage import Assignment
-from mpidist._values.variable import (
-    InitialCopy,
-    Variable,
-    set_up,
-    storage_of,
-)
+from mpidist._values.variable import InitialCopy, Variable, set_up, storage_of
 
 
 @dispatch.operation("create_variable")
