@@ -1,18 +1,28 @@
 """Sections: parts of the program that every rank enters, and whose end is a header.
 
 A rank that is at the end of a section meets the headers of those that are still inside
-it, so ranks that differ in a section meet at its end, and can then continue.
+it, so ranks that differ in a section meet at its end, and can then continue. The end of
+the program is a call of all ranks, too: each waits for those of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from mpidist._agreement.breakdown import State
+from mpidist._agreement.channel import AGAIN, NOWHERE, OK
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, ErrorKind, fingerprint
-from mpidist._base.errors import CollectiveError, CollectiveTimeoutError, was_told
+from mpidist._agreement.notices import AT_END
+from mpidist._agreement.polling import LOOK_SECONDS
+from mpidist._base.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ReplicaLostError,
+    was_told,
+)
 from mpidist._timeline.observer import NOTHING
 
 _R = TypeVar("_R")
@@ -143,3 +153,50 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
     if not guard.channel.verdict[2]:
         return guard.reports.exchange(Call(f"{call.text} -> {section.describe()}"))[0]
     return error
+
+
+def leave_program(guard: Guard, call: Call, code: object) -> Iterator[None]:
+    """Wait, at the end of the program, for the end of the others' programs.
+
+    Yields while it waits, so that the caller can wait for several guards. A rank that
+    is still in a collective learns that this one has gone.
+
+    Args:
+        guard: of the ranks.
+        call: what this rank says that it does.
+        code: the argument of `sys.exit`; None: it has reached its end.
+
+    Raises:
+        CollectiveTimeoutError: at the deadline. If another rank has given up on some
+            rank, that one raises, and this one returns.
+    """
+    try:
+        with NOTHING if guard.broken else guard.observed(call):
+            yield from _meet(guard, call, SystemExit(code))
+    except CollectiveTimeoutError:
+        if guard.breakdown.state is not State.TOLD:
+            raise
+    except Exception as error:
+        if not isinstance(guard.breakdown.failed(error), ReplicaLostError):
+            raise
+
+
+def _meet(guard: Guard, call: Call, gone: SystemExit) -> Iterator[None]:
+    """Exchange headers until all ranks are at their ends."""
+    channel = guard.channel
+    guard.begin(call)
+    while not guard.broken:
+        channel.start(0, call.fingerprint, 0, 0, guard.patience_ms, NOWHERE)
+        start = next_look = time.monotonic()
+        while (status := channel.test()) is None:
+            yield
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + LOOK_SECONDS
+                guard.waits.look(AT_END, now - start)
+        if status == AGAIN:
+            continue
+        guard.sequence += 1
+        if status == OK:
+            return
+        guard.reports.exchange(call, gone, "exit")

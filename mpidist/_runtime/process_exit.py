@@ -60,9 +60,9 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any, Final
 
-from mpidist._agreement import program_end
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.sections import leave_program
 from mpidist._base import hints, reporting, threads
 from mpidist._base.errors import CollectiveTimeoutError, format_exception
 from mpidist._mpi import library, survival
@@ -312,7 +312,7 @@ def leave(code: Any) -> None:
     guards = job_end.guards.get()
     job_end.wait_for(
         [
-            program_end.leave(guard, _LEAVING, code)
+            leave_program(guard, _LEAVING, code)
             for guard, waits in guards.items()
             if waits
         ]
