@@ -122,10 +122,10 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
 
     Args:
         cluster_resolver: None, or one of `mpidist.cluster`, which is ignored: the
-            launcher tells MPI about the ranks.
+            launcher tells MPI about the ranks. Or ``communication``, which is the first
+            argument of ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
         communication_options: as for `MPIStrategy`.
-        communication: a `CommunicationImplementation`, or its name: the argument of
-            ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
+        communication: a `CommunicationImplementation`, or its name.
 
     Raises:
         TypeError: for another cluster resolver, or if both ``communication`` and
@@ -135,7 +135,7 @@ class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver | None = None,
+        cluster_resolver: ClusterResolver | CommunicationImplementation | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
         communication: CommunicationImplementation | str | None = None,
@@ -229,6 +229,8 @@ def _options(
     communication: CommunicationImplementation | str | None,
 ) -> CommunicationOptions | None:
     """Check the arguments of `MultiWorkerMirroredStrategy`; return its options."""
+    if isinstance(cluster_resolver, CommunicationImplementation) and not communication:
+        cluster_resolver, communication = None, cluster_resolver
     expect(
         cluster_resolver is None or isinstance(cluster_resolver, ClusterResolver),
         "MultiWorkerMirroredStrategy",

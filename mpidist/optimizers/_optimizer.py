@@ -194,6 +194,8 @@ class Optimizer(Rule):
             learning_rate = _check_rate(kind, learning_rate)
         self._learning_rate = learning_rate
 
+    lr = learning_rate  # the older name in Keras
+
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the state, all zero, for these variables.
 

@@ -42,6 +42,7 @@ def test_strategies_by_other_names(strategy, rank, size):
         ),
         lambda: mpidist.experimental.MultiWorkerMirroredStrategy(communication=ring),
         lambda: mpidist.MultiWorkerMirroredStrategy(communication="auto"),
+        lambda: mpidist.experimental.MultiWorkerMirroredStrategy(ring),
     ):
         made = create()
         assert isinstance(made, mpidist.MPIStrategy)

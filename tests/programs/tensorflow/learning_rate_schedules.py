@@ -48,5 +48,6 @@ for schedule, expected in zip(schedules, rates):
 with strategy.scope():
     optimizer = tf.keras.optimizers.SGD(0.1)
 optimizer.lr.assign(0.01)
+optimizer.lr = optimizer.lr * 1.0
 optimizer.learning_rate = optimizer.learning_rate * 0.5
 assert np.isclose(float(optimizer.learning_rate.numpy()), 0.005)
