@@ -47,7 +47,7 @@ from mpidist.optimizers._arguments import (
 )
 from mpidist.optimizers._gradient_sum import find_plan, sum_gradients
 from mpidist.optimizers._rule import Rule
-from mpidist.optimizers._schedules import AssignableRate, LearningRate, of_step
+from mpidist.optimizers._schedules import AssignableRate, LearningRate, Rate, of_step
 from mpidist.optimizers._state import State
 
 _BUILD: Final = "Optimizer.build"
@@ -192,7 +192,7 @@ class Optimizer(Rule):
             learning_rate = of_step(learning_rate)
         else:
             learning_rate = _check_rate(kind, learning_rate)
-        self._learning_rate = learning_rate
+        self._learning_rate: Rate = learning_rate
 
     lr = learning_rate  # the older name in Keras
 

@@ -28,7 +28,7 @@ class SGD(Optimizer):
     g``), which is equivalent while the learning rate is constant.
 
     Args:
-        learning_rate: a number, or a function of the step (an int, from 0).
+        learning_rate: a number, or a function of the step (from 0) or of nothing.
         momentum: at least 0 and less than 1; with 0 there is no slot.
         nesterov: whether to use Nesterov momentum.
         weight_decay: the factor of an L2 penalty, added to the gradient.
@@ -118,7 +118,7 @@ class Adam(Optimizer):
     learning rate instead, so its epsilon has more effect in the first steps.
 
     Args:
-        learning_rate: a number, or a function of the step (an int, from 0).
+        learning_rate: a number, or a function of the step (from 0) or of nothing.
         beta_1: decay of the first moment, at least 0 and less than 1.
         beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
@@ -203,7 +203,7 @@ class AdamW(Adam):
     form of ``torch.optim.AdamW`` and Keras, where the learning rate scales the decay.
 
     Args:
-        learning_rate: a number, or a function of the step (an int, from 0).
+        learning_rate: a number, or a function of the step (from 0) or of nothing.
         weight_decay: the fraction of each weight subtracted per step, in units of the
             learning rate (torch's default is 0.01).
         beta_1: decay of the first moment, at least 0 and less than 1.
@@ -267,7 +267,7 @@ class RMSprop(Optimizer):
     epsilon inside the root.
 
     Args:
-        learning_rate: a number, or a function of the step (an int, from 0).
+        learning_rate: a number, or a function of the step (from 0) or of nothing.
         rho: decay of the averages, at least 0 and less than 1. (torch's ``alpha``,
             default 0.99.)
         momentum: at least 0 and less than 1; with 0 there is no slot for it.

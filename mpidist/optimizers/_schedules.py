@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
-LearningRate = float | Callable[[int], float]
+Rate = float | Callable[[int], float]
+LearningRate = Rate | Callable[[], float]
+"""What users may give; `of_step` makes a function of the step of the last."""
 
 
 class AssignableRate(float):
@@ -81,7 +83,7 @@ def _piecewise(boundaries: list[int], values: list[float], step: int) -> float:
     return values[bisect.bisect_left(boundaries, step)]
 
 
-def _warming_up(learning_rate: LearningRate, steps: int, step: int) -> float:
+def _warming_up(learning_rate: Rate, steps: int, step: int) -> float:
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
     return rate * min(1.0, (step + 1) / steps)
 
@@ -231,7 +233,8 @@ def linear_warmup(
         ValueError: if ``warmup_steps`` is not greater than 0.
     """
     _check_steps("linear_warmup", "warmup_steps", warmup_steps)
-    return functools.partial(_warming_up, learning_rate, warmup_steps)
+    rate = of_step(learning_rate) if callable(learning_rate) else learning_rate
+    return functools.partial(_warming_up, rate, warmup_steps)
 
 
 def _check_steps(call: str, argument: str, steps: int) -> None:

@@ -100,6 +100,8 @@ def test_learning_rates_without_the_step_and_of_variables(strategy, v):
         assert float(optimizer.learning_rate) == 20.0
         rate = mpidist.Variable(0.25, name="rate")
     np.testing.assert_array_equal(v, [-2.0] * 3)
+    warm = mpidist.optimizers.linear_warmup(lambda: 8.0, 4)
+    assert [warm(step) for step in (0, 1, 9)] == [2.0, 4.0, 8.0]
     for message in raises_everywhere(TypeError, lambda: SGD(rate)):
         assert "'rate'" in message
         assert "`learning_rate=lambda step: float(variable)`" in message
