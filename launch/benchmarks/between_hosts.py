@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 JOB_SECONDS = 600.0
 MBITS, DELAY_MS = 1000, 0.2
-SHAPES = ((2, 1), (2, 2), (4, 1), (8, 1))  # hosts, and ranks of each
+SHAPES = ((2, 1), (2, 2), (4, 1), (8, 1), (16, 1))  # hosts, and ranks of each
 
 
 def main() -> None:
