@@ -44,7 +44,9 @@ def has_tensorflow() -> bool:
     """Return whether that Python has TensorFlow: one that was named should have it."""
     if os.environ.get(PYTHON_VARIABLE):
         return True
-    return importlib.util.find_spec("tensorflow") is not None
+    # Not a folder of that name on the path, as that of tests/programs is.
+    spec = importlib.util.find_spec("tensorflow")
+    return spec is not None and spec.loader is not None
 
 
 def run_tensorflow(n: int, folder: Path, names: Sequence[str] = ()) -> Run:
