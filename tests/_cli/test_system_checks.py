@@ -55,7 +55,8 @@ if rank == 1:
     time.time = lambda: float(next(seconds))
     upward = {"x86_64": 0x800, "aarch64": 0x400000}
     ctypes.CDLL("libm.so.6").fesetround(upward[platform.machine()])
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+core = min(os.sched_getaffinity(0))  # Intel MPI has given each rank another one
+os.sched_setaffinity(0, {mpi4py.MPI.COMM_WORLD.bcast(core)})
 for name in list(os.environ):
     if name.startswith(("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")):
         del os.environ[name]
