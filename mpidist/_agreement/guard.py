@@ -104,11 +104,7 @@ class Guard(SharedState):
         return self.breakdown.state is State.CLOSED
 
     def close(self, why: str = "this strategy was closed; make a new one") -> None:
-        """Make every later call raise: the strategy is closed. Not collective.
-
-        Args:
-            why: and what to do instead.
-        """
+        """Make every later call raise, and say why. Not collective."""
         self.breakdown.set(State.CLOSED, why)
         if self.begun is not None:
             self.begun.end()
@@ -380,12 +376,9 @@ class Guard(SharedState):
         return found
 
     def checking(self, call: str) -> Checking:
-        """Return a context in which this rank does alone what a call needs.
+        """Return a context in which this rank alone checks the arguments of a call.
 
-        Such as checking its arguments. All ranks raise what that raises (`fail`).
-
-        Args:
-            call: its name.
+        All ranks raise what that raises (`fail`).
         """
         return Checking(self.fail, call)
 

@@ -7,7 +7,7 @@ receives the argument unchanged. It is the fingerprint
 1. for an object that holds variables or a strategy (a model, an optimizer): of its
    class, and of the first variable that it holds. Such an object belongs to the
    program, each rank has its own, and it cannot be copied. It is found through
-   attributes, slots, lists, tuples and dicts, as names are (`object_names`);
+   attributes, slots, lists, tuples and dicts, as names are (`object_parts`);
 2. for any other object: of its pickled form, made independent of the process: the order
    of sets and dicts and the identity of strings have no effect;
 3. for an object of this package that cannot be pickled (an optimizer before its first
@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from mpidist._base.cache import Cache
 from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
-from mpidist._merge import functions, object_names
+from mpidist._merge import functions, object_parts
 from mpidist._merge.commands import ATOMS, Pickler
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues
@@ -56,7 +56,7 @@ def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
     try:
         return fingerprint_of_bytes(_canonical(x))
     except Exception as error:
-        if any(map(object_names.is_ours, kind.__mro__)):
+        if any(map(object_parts.is_ours, kind.__mro__)):
             return fingerprint(f"one {name}")
         why = str(error).rstrip(".")
         raise TypeError(
@@ -102,7 +102,7 @@ def _held_by(x: object, known: tuple[object, ...]) -> str | None:
     ids = {id(one) for one in known}
     keys: list[tuple[int, int]] = []
     found = False
-    for part in object_names.values_in(x, (Variable, DistributedValues), ids):
+    for part in object_parts.values_in(x, (Variable, DistributedValues), ids):
         found = True
         if isinstance(part, Variable):
             keys.append(storage_of(part).key)

@@ -18,7 +18,8 @@ from mpidist._base.errors import level_of_caller
 from mpidist._base.fingerprint import fingerprint
 from mpidist._collectives.collectives import Collectives
 from mpidist._merge.commands import ATOMS
-from mpidist._merge.object_names import Names, Step
+from mpidist._merge.object_names import Names
+from mpidist._merge.object_parts import Step
 
 _MOST_BYTES: Final = 64 << 20  # of an array that is compared
 

@@ -42,7 +42,7 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveError
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
-from mpidist._merge import functions, object_names
+from mpidist._merge import functions, object_names, object_parts
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered
 from mpidist._values.distributed import DistributedValues, Mirrored, PerReplica
@@ -73,7 +73,7 @@ NOTHING: Final[Content] = (pickle.dumps(None), [], 0)
 # What every rank has under the same number, before the objects of the strategy.
 _OURS: Final = (*ReduceOp, functions.make, functions.fill)
 
-object_names.register_values(*_KEYED)
+object_parts.register_values(*_KEYED)
 
 
 class Writer:

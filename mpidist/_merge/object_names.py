@@ -31,213 +31,35 @@ update (`updates`) finds what matters: copies of variables that differ.
 
 The objects are found when the `merge_call` begins, on all ranks at the same time, and
 not when the first name is needed: by then merge_fn may have replaced objects.
-
-Nothing here runs the user's code: attributes are read from ``__dict__`` and from slots.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
-import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeAlias
 
-import numpy as np
-
-from mpidist._base.cache import Cache
 from mpidist._merge.functions import is_global
+from mpidist._merge.object_parts import (
+    MOST,
+    THING,
+    Kind,
+    Part,
+    Step,
+    kind_of,
+    kinds,
+    mentioned_by,
+    parts_of,
+)
 
-MOST: Final = 512
-"""The largest number of objects with names in one `merge_call`."""
-
-_MOST_KINDS: Final = 4096
 _MOST_ALIASES: Final = 4
-_KEYS: Final = frozenset((str, int, bool, float, bytes, type(None)))
-
-Step: TypeAlias = str | int | tuple[Any, ...]
-"""A step of a path: an attribute, an index, ``(key,)`` of a dict, or the kind and name
-of a part of a function, such as ``("closure", "x")``."""
 
 Path: TypeAlias = tuple[Step, ...]
 
 Name: TypeAlias = tuple[Path, tuple[tuple[Path, Path], ...], str]
 """What is sent for an object of rank 0: the path to it; pairs of paths that lead to one
 object there, which is this one or on the way to it; and the text of its type."""
-
-Part: TypeAlias = tuple[Step, Any]
-"""An object directly in another one, and the step to it."""
-
-
-class _Kind(NamedTuple):
-    """How the objects of a type are treated that are not values.
-
-    Attributes:
-        parts: returns the objects directly in one.
-        named: whether they have names; a tuple has none, but what is in it has.
-        has_module: whether they may be found by module and name instead.
-    """
-
-    parts: Callable[[Any], Iterable[Part]]
-    named: bool = True
-    has_module: bool = False
-
-
-_THING: Final = _Kind(lambda x: ())  # the objects in it have no names
-_CLASS: Final = _Kind(lambda x: (), has_module=True)
-_VALUES: Final = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(Ellipsis),
-    type(NotImplemented),
-    range,
-    slice,
-    frozenset,
-    np.generic,
-    np.dtype,
-    enum.Enum,
-    types.ModuleType,
-    types.CodeType,
-    types.BuiltinFunctionType,
-    np.ufunc,
-)
-
-_kinds: Cache[type, _Kind | None] = Cache(_MOST_KINDS)
-_values_too: list[type] = []
-
-
-def register_values(*kinds: type) -> None:
-    """Treat objects of these types, and of types derived from them, as values."""
-    _values_too.extend(kinds)
-    _kinds.clear()
-
-
-def _kind_of(kind: type) -> _Kind | None:
-    """Return how the objects of a type are treated; None if they are values."""
-    try:
-        return _kinds[kind]
-    except KeyError:
-        found = _kinds[kind] = _find_kind(kind)
-        return found
-
-
-def is_ours(kind: type) -> bool:
-    """Return whether a class is of this package."""
-    return str(kind.__module__).partition(".")[0] == "mpidist"
-
-
-def _find_kind(kind: type) -> _Kind | None:
-    if kind in _PLAIN:
-        return _PLAIN[kind]
-    if issubclass(kind, (*_VALUES, *_values_too)):
-        return None
-    if issubclass(kind, type):
-        return _CLASS
-    if is_ours(kind):
-        return _THING
-    base = next((x for x in (list, tuple, dict) if issubclass(kind, x)), object)
-    plain = _PLAIN.get(base, _THING)
-    members = [(name, x) for c in kind.__mro__ for name, x in vars(c).items()]
-    slots = [(k, x) for k, x in members if type(x) is types.MemberDescriptorType]
-    dicts = [x for name, x in members if name == "__dict__"]
-    if any(type(x) is not types.GetSetDescriptorType for x in dicts):
-        return _THING  # reading it might run code
-    if not slots and not dicts:
-        return plain
-
-    def parts(x: Any) -> list[Part]:
-        found = [*plain.parts(x)]
-        if dicts:
-            found += object.__getattribute__(x, "__dict__").items()
-        for name, descriptor in slots:
-            try:
-                found.append((name, descriptor.__get__(x)))
-            except AttributeError:  # not set
-                continue
-        return found
-
-    return _Kind(parts, named=base is not tuple)
-
-
-def _items_of_dict(x: dict[Any, Any]) -> list[Part]:
-    items = itertools.islice([*dict.items(x)], MOST)
-    return [((key,), part) for key, part in items if type(key) in _KEYS]
-
-
-def _parts_of_function(function: types.FunctionType) -> list[Part]:
-    parts: list[Part] = [(("globals",), function.__globals__)]
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            parts.append((("closure", name), cell.cell_contents))
-        except ValueError:  # an empty cell
-            continue
-    for i, x in enumerate(function.__defaults__ or ()):
-        parts.append((("default", i), x))
-    for name, x in (function.__kwdefaults__ or {}).items():
-        parts.append((("default", name), x))
-    names = function.__globals__
-    parts += [(("global", x), names[x]) for x in _mentioned_by(code) if x in names]
-    return parts
-
-
-_PLAIN: Final[dict[type, _Kind]] = {
-    types.FunctionType: _Kind(_parts_of_function, has_module=True),
-    types.MethodType: _Kind(
-        lambda x: (("__self__", x.__self__), ("__func__", x.__func__))
-    ),
-    functools.partial: _Kind(
-        lambda x: (("func", x.func), ("args", x.args), ("keywords", x.keywords))
-    ),
-    np.ndarray: _THING,
-    list: _Kind(lambda x: enumerate(itertools.islice(list.__iter__(x), MOST))),
-    tuple: _Kind(
-        lambda x: enumerate(itertools.islice(tuple.__iter__(x), MOST)), named=False
-    ),
-    dict: _Kind(_items_of_dict),
-}
-
-
-@functools.lru_cache(maxsize=512)
-def _mentioned_by(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code mentions, which include those of its globals."""
-    found: dict[str, None] = {}
-    codes = [code]
-    while codes:
-        one = codes.pop()
-        found.update(dict.fromkeys(one.co_names))
-        codes += [x for x in one.co_consts if type(x) is types.CodeType]
-    return tuple(found)
-
-
-def _parts_of(x: Any, kind: _Kind, home: object) -> Iterable[Part]:
-    """Return the objects in one; functions with other globals are not entered."""
-    if type(x) is types.FunctionType and x.__globals__ is not home:
-        return ()
-    return kind.parts(x)
-
-
-def values_in(x: object, kinds: tuple[type, ...], ids: set[int]) -> Iterator[object]:
-    """Yield the objects in an object that have one of these types or ids."""
-    home = x.__globals__ if type(x) is types.FunctionType else None
-    seen = {id(x)}
-    objects = [x]
-    for current in objects:
-        kind = _kind_of(type(current))
-        if len(objects) > MOST or kind is None:
-            return
-        for _, part in _parts_of(current, kind, home):
-            if issubclass(type(part), kinds) or id(part) in ids:
-                yield part
-            elif id(part) not in seen and _kind_of(type(part)) is not None:
-                seen.add(id(part))
-                objects.append(part)
 
 
 def _home_of(merge_fn: Any) -> dict[str, Any] | None:
@@ -258,7 +80,7 @@ def may_reach(merge_fn: Any) -> bool:
         merge_fn.__closure__
         or merge_fn.__defaults__
         or merge_fn.__kwdefaults__
-        or _mentioned_by(merge_fn.__code__)
+        or mentioned_by(merge_fn.__code__)
     )
 
 
@@ -299,13 +121,13 @@ class Names:
     def _walk(self, roots: list[tuple[str, object]]) -> None:
         reached, found, origins = self.reached, self._found, self._origins
         home = self._home
-        entered: list[_Kind] = []
+        entered: list[Kind] = []
         current = -1
         parts: Iterable[tuple[Step, object]] = roots
         while True:
             for step, part in parts:
                 its_type = type(part)
-                role = _kinds[its_type] if its_type in _kinds else _kind_of(its_type)
+                role = kinds[its_type] if its_type in kinds else kind_of(its_type)
                 if role is None:
                     continue
                 place = found.get(id(part))
@@ -315,21 +137,21 @@ class Names:
                     continue
                 found[id(part)] = len(reached)
                 # The globals of merge_fn have a name, and are not entered.
-                entered.append(_THING if part is home else role)
+                entered.append(THING if part is home else role)
                 reached.append(part)
                 origins.append((current, step))
             current += 1
             if current >= len(reached) or len(reached) >= MOST:
                 break
             kind = entered[current]
-            parts = () if kind is _THING else _parts_of(reached[current], kind, home)
+            parts = () if kind is THING else parts_of(reached[current], kind, home)
 
     def parts(self, x: object) -> Iterable[Part]:
         """Return what is directly in an object that was reached."""
-        kind = _kind_of(type(x))
+        kind = kind_of(type(x))
         if kind is None or x is self._home:
             return ()
-        return _parts_of(x, kind, self._home)
+        return parts_of(x, kind, self._home)
 
     def text_of(self, place: int, step: Step) -> str:
         """Return the path to a part of an object, as a person would write it."""
@@ -350,7 +172,7 @@ class Names:
         return self._names[place]
 
     def _make_name(self, place: int, x: object) -> Name | None:
-        kind = _kind_of(type(x))
+        kind = kind_of(type(x))
         if kind is None or not kind.named or (kind.has_module and is_global(x)):
             return None
         aliases = []

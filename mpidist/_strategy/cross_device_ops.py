@@ -21,18 +21,18 @@ from mpidist._base.types import Nest
 from mpidist._collectives import dtype_table
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import home_of
 from mpidist._strategy.reductions import (
     Destination,
     Pair,
     broadcast_value,
     check_destinations,
+    group_of_values,
     reduce_pairs,
     root_of,
 )
-from mpidist._values.distributed import DistributedValues, Mirrored, own_component
+from mpidist._values.distributed import Mirrored, own_component
 from mpidist._values.locality import component_of, differs, is_same
-from mpidist._values.variable import Variable, storage_of
+from mpidist._values.variable import Variable
 
 _Result: TypeAlias = tuple[Nest, bool]
 """A result, and whether it is for all ranks."""
@@ -211,19 +211,14 @@ class CollectiveAllReduce(CrossDeviceOps):
         options: CommunicationOptions | None,
     ) -> list[Nest]:
         """All-reduce several values, packed together. Collective."""
-        group = group_of_values([value for value, _ in value_destination_pairs])
-        return reduce_pairs(
-            group, reduce_op, value_destination_pairs, options, "batch_reduce_to"
-        )
+        pairs = value_destination_pairs
+        group = group_of_values([value for value, _ in pairs])
+        return reduce_pairs(group, reduce_op, pairs, options, "batch_reduce_to")
 
 
 class _Packed(CollectiveAllReduce):
     def __init__(self, num_packs: int = 1) -> None:
-        """Store the number of packs.
-
-        Raises:
-            ValueError: if the number is negative.
-        """
+        """Store the number of packs, 0 or more."""
         self._num_packs = as_int(type(self).__name__, "num_packs", num_packs, least=0)
 
     def batch_reduce_implementation(
@@ -398,25 +393,8 @@ def _describe_result(x: Nest) -> str:
 
 
 def _zeros_like_result(op: ReduceOp, own: Nest, call: str) -> Nest:
-    """Return zeros with the shape and dtype of a reduction's result."""
     x, kind = backend.as_array(own, call)
     dtype = dtype_table.reduction(x.dtype, op, call).result
     result = backend.empty_like(x, x.shape, dtype)
     result[...] = 0
     return backend.restore(result, kind)
-
-
-def group_of_values(values: list[Nest]) -> ReplicaGroup:
-    """Return the group that these values belong to, or else the current one.
-
-    Users may call `CrossDeviceOps` outside every scope, where the current group is that
-    of the default strategy.
-    """
-    for value in values:
-        if isinstance(value, Variable):
-            return storage_of(value).group
-        home = home_of(value) if isinstance(value, DistributedValues) else None
-        if home is not None:
-            found: ReplicaGroup = home.group
-            return found
-    return context.current().group

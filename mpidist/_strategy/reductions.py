@@ -13,7 +13,9 @@ from mpidist._base import backend, nest
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import DeviceArray, HostArray, Nest
+from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.registry import home_of
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.distributed import (
     DistributedValues,
@@ -23,7 +25,7 @@ from mpidist._values.distributed import (
     own_component,
 )
 from mpidist._values.locality import check_owner, component_of
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, storage_of
 
 Everywhere: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray
 """A destination on every replica."""
@@ -128,6 +130,22 @@ def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
     if is_number:
         return value
     return group.registry.wrap_tree(Mirrored, value)
+
+
+def group_of_values(values: list[Nest]) -> ReplicaGroup:
+    """Return the group that these values belong to, or else the current one.
+
+    Users may call `CrossDeviceOps` outside every scope, where the current group is that
+    of the default strategy.
+    """
+    for value in values:
+        if isinstance(value, Variable):
+            return storage_of(value).group
+        home = home_of(value) if isinstance(value, DistributedValues) else None
+        if home is not None:
+            found: ReplicaGroup = home.group
+            return found
+    return context.current().group
 
 
 def root_of(group: ReplicaGroup, destinations: Destination) -> int | None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mpidist._merge import object_names
-from mpidist._merge.object_names import MOST, Names
+from mpidist._merge.object_names import Names
+from mpidist._merge.object_parts import MOST
 
 
 class Two:
