@@ -147,21 +147,23 @@ def format_exception(error: BaseException) -> str:
     there are no others.
     """
     report = traceback.TracebackException.from_exception(error)
-    if not debugging():
-        _hide_own_frames(report, set())
+    for one in () if debugging() else chain(report):
+        kept = [frame for frame in one.stack if not frame.filename.startswith(PACKAGE)]
+        if kept:
+            one.stack = traceback.StackSummary.from_list(kept)
     return "".join(report.format())
 
 
-def _hide_own_frames(report: traceback.TracebackException, seen: set[int]) -> None:
-    if id(report) in seen:
-        return
-    seen.add(id(report))
-    kept = [frame for frame in report.stack if not frame.filename.startswith(PACKAGE)]
-    if kept:
-        report.stack = traceback.StackSummary.from_list(kept)
-    for other in (report.__cause__, report.__context__):
-        if other is not None:
-            _hide_own_frames(other, seen)
+def chain(error: Any) -> list[Any]:
+    """Return an exception, or a report of one, and those that it came from."""
+    found: list[Any] = []
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
+            waiting += [one.__cause__, one.__context__]
+    return found
 
 
 def was_told(error: BaseException) -> bool:

@@ -22,8 +22,7 @@ _BLAKE2B = hashlib.blake2b
 @functools.lru_cache(maxsize=1024)
 def fingerprint(text: str) -> int:
     """Return 62 bits that depend on a text, as an integer that is not negative."""
-    data = text.encode("utf-8", "surrogatepass")
-    return int.from_bytes(_BLAKE2B(data, digest_size=8).digest(), "little") >> 2
+    return fingerprint_of_bytes(text.encode("utf-8", "surrogatepass"))
 
 
 def fingerprint_of(*parts: int | bytes | str) -> int:
@@ -33,8 +32,8 @@ def fingerprint_of(*parts: int | bytes | str) -> int:
         parts: integers of any size, byte strings and texts. Each is written with its
             type and its length, so different lists of parts are different bytes.
     """
-    data = b"".join([b"%di" % x if type(x) is int else _encode(x) for x in parts])
-    return int.from_bytes(_BLAKE2B(data, digest_size=8).digest(), "little") >> 2
+    encoded = [b"%di" % x if type(x) is int else _encode(x) for x in parts]
+    return fingerprint_of_bytes(b"".join(encoded))
 
 
 def _encode(part: int | bytes | str) -> bytes:

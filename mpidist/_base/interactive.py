@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from mpidist._base.environment import debugging
-from mpidist._base.errors import PACKAGE
+from mpidist._base.errors import PACKAGE, chain
 
 _installed: Final[list[bool]] = []
 
@@ -34,7 +34,7 @@ def hide_own_frames() -> None:
         tb_offset: int | None = None,
     ) -> None:
         if not debugging():
-            for one in _chain(error):
+            for one in chain(error):
                 one.__traceback__ = without_own_frames(one.__traceback__)
             trace = error.__traceback__
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
@@ -62,15 +62,3 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     for one in reversed(kept):
         result = TracebackType(result, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return trace if result is None else result
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception, and those that it came from."""
-    found: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and not any(one is other for other in found):
-            found.append(one)
-            waiting += [one.__cause__, one.__context__]
-    return found

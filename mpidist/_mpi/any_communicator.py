@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
+from mpidist._base.errors import as_told, on_rank
 from mpidist._mpi.buffers import Buffer, MPIOp
 from mpidist._mpi.traffic import Traffic
 
@@ -70,8 +71,34 @@ class AnyCommunicator:
         self.host_names: list[str] = ["localhost"]
 
     def together(self, step: Callable[[], _T], what: str) -> _T:
-        """Run the step."""
-        return step()
+        """Run a step that can fail on one rank; continue if none failed. Collective.
+
+        Args:
+            step: what this rank does alone, or what all do in one call of MPI.
+            what: the call that it is a step of, for the message.
+
+        Raises:
+            Exception: what the step raised on this rank. If it raised on another one:
+                a MemoryError if that was one, else a RuntimeError with its text.
+        """
+        error: Exception | None = None
+        result: Any = None
+        text = ""
+        try:
+            result = step()
+        except Exception as raised:
+            error = raised
+            kind = "M" if isinstance(error, MemoryError) else "E"
+            text = f"{kind}{type(error).__name__}: {error}"
+        texts = self._gather_objects(text.encode(errors="replace"))
+        if error is not None:
+            raise as_told(error)
+        for culprit, other in enumerate(texts):
+            if other:
+                failure = MemoryError if other[:1] == b"M" else RuntimeError
+                reason = f"{what} failed on rank {culprit}: {other[1:].decode()}"
+                raise as_told(failure(on_rank(self.rank, reason)))
+        return result  # type: ignore[no-any-return]
 
     def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
         """Copy ``send``, if it is given, into ``receive``."""
@@ -103,7 +130,11 @@ class AnyCommunicator:
             receive[...] = send
 
     def all_gather_objects(self, data: bytes) -> list[bytes]:
-        """Return the bytes of the one rank."""
+        """Return the bytes of each rank, on all ranks."""
+        self.traffic.count("Allgatherv", len(data))
+        return self._gather_objects(data)
+
+    def _gather_objects(self, data: bytes) -> list[bytes]:
         return [data]
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:

@@ -30,7 +30,6 @@ import numpy as np
 from mpidist import _native
 from mpidist._base import machine
 from mpidist._base.environment import AllReduceChoice
-from mpidist._base.errors import as_told, on_rank
 from mpidist._base.memory import leak
 from mpidist._base.types import HostArray
 from mpidist._mpi import between, buffers, collective_release, survival, versions
@@ -207,19 +206,6 @@ class Communicator(AnyCommunicator):
         )
         return channel
 
-    def together(self, step: Callable[[], _T], what: str) -> _T:
-        """Run a step that can fail on one rank; continue if none failed. Collective.
-
-        Args:
-            step: what this rank does alone, or what all do in one call of MPI.
-            what: the call that it is a step of, for the message.
-
-        Raises:
-            Exception: what the step raised on this rank. If it raised on another one:
-                a MemoryError if that was one, else a RuntimeError with its text.
-        """
-        return take_together(self._gather_objects, self.rank, step, what)
-
     def _agree(
         self, problem: str, look: Callable[[], dict[str, Any]]
     ) -> list[dict[str, Any]]:
@@ -354,11 +340,6 @@ class Communicator(AnyCommunicator):
 
     # --- small messages -------------------------------------------------------
 
-    def all_gather_objects(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each rank, on all ranks."""
-        self.traffic.count("Allgatherv", len(data))
-        return self._gather_objects(data)
-
     def _gather_objects(self, data: bytes) -> list[bytes]:
         counts = [row[0] for row in self._gather_integers([len(data)])]
         receive = np.empty(sum(counts), np.uint8)
@@ -468,38 +449,6 @@ class _Pending:
 
     def leak(self) -> None:
         leak(self)
-
-
-def take_together(
-    gather: Callable[[bytes], list[bytes]], rank: int, step: Callable[[], _T], what: str
-) -> _T:
-    """Run a step that can fail on one rank; see `Communicator.together`.
-
-    Args:
-        gather: returns the bytes of all ranks.
-        rank: this rank.
-        step: what this rank does.
-        what: the call that it is a step of, for the message.
-    """
-    error: Exception | None = None
-    result: Any = None
-    try:
-        result = step()
-    except Exception as raised:
-        error = raised
-    text = ""
-    if error is not None:
-        kind = "M" if isinstance(error, MemoryError) else "E"
-        text = f"{kind}{type(error).__name__}: {error}"
-    texts = gather(text.encode(errors="replace"))
-    if error is not None:
-        raise as_told(error)
-    for culprit, other in enumerate(texts):
-        if other:
-            failure = MemoryError if other[:1] == b"M" else RuntimeError
-            reason = f"{what} failed on rank {culprit}: {other[1:].decode()}"
-            raise as_told(failure(on_rank(rank, reason)))
-    return result  # type: ignore[no-any-return]
 
 
 def _has_ended(request: MpiRequest) -> bool:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist._base import nest
-from mpidist._base.forks import RepairedInChildren
 from mpidist._base.types import HostArray, Nest
 from mpidist.data._ahead import Ahead
 from mpidist.data._options import Options
@@ -383,4 +384,13 @@ class Cache(Via):
         return LazyBlock(batch.rows, read)
 
 
-_caches: Final = RepairedInChildren(Cache.renew_lock)
+_caches: Final[weakref.WeakSet[Cache]] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """Replace the locks in a forked child: its parent may have held them."""
+    for cache in list(_caches):
+        cache.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -19,7 +19,7 @@ from mpidist._base.reduce_op import COMBINE
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.any_communicator import AnyCommunicator, Request
 from mpidist._mpi.buffers import Buffer
-from mpidist._mpi.communicator import MPIOp, take_together
+from mpidist._mpi.communicator import MPIOp
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending, Round
 
@@ -210,17 +210,7 @@ class ThreadCommunicator(AnyCommunicator):
 
     # --- small messages ---------------------------------------------------------
 
-    def together(self, step: Callable[[], _T], what: str) -> _T:
-        """Run a step that may fail on one rank; continue if none failed. Collective."""
-
-        def gather(data: bytes) -> list[bytes]:
-            return list(self.call("an agreement on a step", data))
-
-        return take_together(gather, self.rank, step, what)
-
-    def all_gather_objects(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each rank, on all ranks."""
-        self.traffic.count("Allgatherv", len(data))
+    def _gather_objects(self, data: bytes) -> list[bytes]:
         return list(self.call("an exchange of bytes", data))
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
