@@ -53,7 +53,6 @@ import numpy as np
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._base import backend, nest, threads
 from mpidist._base.environment import debugging
-from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint_of_numbers
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
@@ -115,8 +114,10 @@ def merge_call(
     try:  # without the calls of `Guard.checking`
         check_arguments("merge_call", args, kwargs)
         args = tuple(args)
-        what = "`merge_fn` to be a function"
-        expect(callable(merge_fn), "merge_call", what, merge_fn)
+        if not callable(merge_fn):
+            raise TypeError(
+                f"merge_call: expected `merge_fn` to be a function, got {merge_fn!r}"
+            )
         if args or kwargs:
             leaves, structure = nest.flatten((args, kwargs))
             kinds = [_kind_of(leaf, group) for leaf in leaves]

@@ -60,10 +60,11 @@ class Update(NamedTuple):
             TypeError, ValueError: as `StrategyExtended.update` says.
         """
         var, fn, args, kwargs, _ = self
+        is_usual = kwargs is None and callable(fn) and type(args) is tuple
+        if is_usual and _SAME.issuperset(map(type, args)):
+            return False
         expect(callable(fn), "update", "`fn` to be a function", fn)
         check_arguments("update", args, {} if kwargs is None else kwargs)
-        if not kwargs and _SAME.issuperset(map(type, args)):
-            return False  # the usual case
         own = False
         for leaf in self.leaves():
             own = own or isinstance(leaf, PerReplica)
