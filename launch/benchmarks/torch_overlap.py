@@ -1,13 +1,18 @@
 """Times steps of torch in one job: mpidist with and without overlap, DDP with gloo.
 
-    torch_overlap.py [HOSTS [STEPS]]
+    torch_overlap.py [HOSTS [MBITS [STEPS [MB...]]]]
 
-makes HOSTS virtual hosts (2) of one rank each, at 1 Gbit/s and 0.2 ms, with the MPI of
-this Python's environment, and prints a table of medians, in milliseconds, of the
-slowest rank; steps of each kind alternate. The hosts are those of tests/hosts.py:
-Linux namespaces, which take root. On a cluster run the ranks yourself:
+makes HOSTS virtual hosts (2) of one rank each, at MBITS (1000; 0: without limit) and
+0.2 ms, with the MPI of this Python's environment, and prints a table of medians, in
+milliseconds, of the slowest rank; steps of each kind alternate, at most STEPS (20). The
+hosts are those of tests/hosts.py: Linux namespaces, which take root. On a cluster, or
+on one node, run the ranks yourself:
 
-    mpirun -n 2 python launch/benchmarks/torch_overlap.py --rank STEPS
+    mpirun -n 2 python launch/benchmarks/torch_overlap.py --rank STEPS [MB...]
+
+*alone* is a step without other ranks, *reduction* that of the gradients without a step;
+the rows are chosen so that the first is 0.5, 1 or 4 times the second. *hidden* is the
+part of what can be hidden: (alone + reduction - step) / min(backward pass, reduction).
 
 Open MPI's TCP moves one direction at a time unless OMPI_MCA_btl_tcp_flags=1, which is
 set on the virtual hosts.
@@ -23,16 +28,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MBITS, DELAY_MS = 1000, 0.2
+MBITS = 1000
 JOB_SECONDS = 1200.0
-# Width and depth of the layers, and rows of each rank: gradients of 4, 17 and 100 MB.
-CASES = [
-    (512, 4, 256),
-    (1024, 4, 32),
-    (1024, 4, 256),
-    (1024, 4, 1024),
-    (2048, 6, 64),
-]
+CASE_SECONDS = 20.0
+# Width and depth of the layers, by the megabytes of their gradients.
+SHAPES = {4: (512, 4), 17: (1024, 4), 100: (2048, 6)}
+COMPUTES = (0.5, 1.0, 4.0)
+WARM_UP = 3
 
 
 def main() -> None:
@@ -40,18 +42,20 @@ def main() -> None:
     import hosts
 
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    steps = sys.argv[2] if len(sys.argv) > 2 else "30"
+    mbits = int(sys.argv[2]) if len(sys.argv) > 2 else MBITS
+    rest = sys.argv[3:] or ["20"]
     problem = hosts.why_not()
     if problem:
         sys.exit(problem)
     machines = hosts.Hosts(count)
     try:
-        print(f"{count} hosts: {machines.shape(MBITS, DELAY_MS)}", flush=True)
+        shape = machines.shape(mbits) if mbits else "without limit"
+        print(f"{count} hosts: {shape}", flush=True)
         program = machines.folder / "torch_overlap.py"
         shutil.copy(__file__, program)
         env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env["OMPI_MCA_btl_tcp_flags"] = "1"
-        argv = [str(program), "--rank", steps]
+        argv = [str(program), "--rank", *rest]
         with machines.job(1, argv, env=env, shown=True) as job:
             status = job.wait(JOB_SECONDS)
         if status:
@@ -60,7 +64,7 @@ def main() -> None:
         machines.close()
 
 
-def run_rank(steps: int) -> None:
+def run_rank(steps: int, sizes: list[int]) -> None:
     import torch
     from mpi4py import MPI
     from torch import distributed
@@ -77,18 +81,18 @@ def run_rank(steps: int) -> None:
         "gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size
     )
     if comm.rank == 0:
-        print("| gradients | alone | DDP | mpidist | overlap | over DDP | overlap |")
-        print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    for case in CASES:
-        times = measure(comm, *case, steps)
-        if comm.rank == 0:
-            alone, ddp, plain, overlap = (1e3 * statistics.median(x) for x in times[1:])
-            print(
-                f"| {times[0][0] / 1e6:.1f} MB, {case[2]} rows | {alone:.1f} | "
-                f"{ddp:.1f} | {plain:.1f} | {overlap:.1f} | "
-                f"{plain / ddp:.2f} | {overlap / ddp:.2f} |",
-                flush=True,
-            )
+        print(
+            "| gradients, rows | alone | reduction | DDP | overlap=False | True "
+            "| over DDP: False | True | hidden |\n" + "| --- " * 9 + "|",
+            flush=True,
+        )
+    for megabytes in sizes:
+        case = Case(comm, *SHAPES[megabytes])
+        for compute in COMPUTES:
+            row = case.measure(compute, steps)
+            if comm.rank == 0:
+                print(row, flush=True)
+        case.strategy.close()
     distributed.destroy_process_group()
 
 
@@ -102,62 +106,109 @@ def _own_address() -> str:
             return socket.gethostbyname(socket.gethostname())
 
 
-def measure(comm, width, depth, rows, steps):
-    """Return the bytes of the gradients, and the seconds of each way to step."""
-    import torch
-    from mpi4py import MPI
-    from torch.nn.parallel import DistributedDataParallel
+class Case:
+    """A module, and the ways to step."""
 
-    import mpidist
-    import mpidist.torch
+    def __init__(self, comm, width, depth):
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
 
-    torch.manual_seed(0)
-    layers = ((torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(depth))
-    module = torch.nn.Sequential(*itertools.chain.from_iterable(layers))
-    nbytes = sum(p.nbytes for p in module.parameters())
-    x = torch.randn(rows, width)
-    strategy = mpidist.MPIStrategy()
+        import mpidist
+        import mpidist.torch
 
-    def make_step(make_module, make_optimizer):
-        net = make_module(copy.deepcopy(module))
-        optimizer = make_optimizer(torch.optim.SGD(net.parameters(), lr=1e-4))
-
-        def step():
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-
-        return step
-
-    def ours(overlap):
-        return lambda optimizer: mpidist.torch.DistributedOptimizer(
-            optimizer, strategy=strategy, overlap=overlap
+        self.comm, self.width = comm, width
+        torch.manual_seed(0)
+        layers = (
+            (torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(depth)
         )
+        module = torch.nn.Sequential(*itertools.chain.from_iterable(layers))
+        self.nbytes = sum(p.nbytes for p in module.parameters())
+        self.strategy = mpidist.MPIStrategy()
+        self.backward = []
 
-    def same(x):
-        return x
+        def make_step(make_module, make_optimizer):
+            net = make_module(copy.deepcopy(module))
+            optimizer = make_optimizer(torch.optim.SGD(net.parameters(), lr=1e-4))
 
-    ways = [
-        make_step(same, same),
-        make_step(lambda m: DistributedDataParallel(m, bucket_cap_mb=4), same),
-        make_step(same, ours(False)),
-        make_step(same, ours(True)),
-    ]
-    times = [[] for _ in ways]
-    for number in range(steps + 3):
-        for i in range(len(ways)):
-            k = (i + number) % len(ways)
-            comm.Barrier()
-            start = time.perf_counter()
-            ways[k]()
-            seconds = comm.allreduce(time.perf_counter() - start, MPI.MAX)
-            if number >= 3:
-                times[k].append(seconds)
-    strategy.close()
-    return [[nbytes], *times]
+            def step():
+                optimizer.zero_grad()
+                loss = net(self.x).square().mean()
+                start = time.perf_counter()
+                loss.backward()
+                self.backward.append(time.perf_counter() - start)
+                optimizer.step()
+
+            return net, step
+
+        def ours(overlap):
+            return lambda optimizer: mpidist.torch.DistributedOptimizer(
+                optimizer, strategy=self.strategy, overlap=overlap
+            )
+
+        def same(x):
+            return x
+
+        def ddp(net):
+            return DistributedDataParallel(net, bucket_cap_mb=4)
+
+        net, self.alone = make_step(same, same)
+        self.ways = [
+            self.alone,
+            lambda: mpidist.torch.all_reduce_gradients(net, strategy=self.strategy),
+            make_step(ddp, same)[1],
+            make_step(same, ours(False))[1],
+            make_step(same, ours(True))[1],
+        ]
+
+    def set_rows(self, rows):
+        import torch
+
+        self.x = torch.randn(rows, self.width)
+
+    def seconds(self, way):
+        from mpi4py import MPI
+
+        self.comm.Barrier()
+        start = time.perf_counter()
+        way()
+        return self.comm.allreduce(time.perf_counter() - start, MPI.MAX)
+
+    def choose_rows(self, compute):
+        """Choose the rows with which a step takes ``compute`` times a reduction."""
+        times = []
+        few, many = 32, 256
+        for rows in few, many:
+            self.set_rows(rows)
+            times.append(min(self.seconds(self.alone) for _ in range(4)))
+        wanted = compute * min(self.seconds(self.ways[1]) for _ in range(4))
+        each = max((times[1] - times[0]) / (many - few), 1e-7)
+        self.set_rows(max(1, round(few + (wanted - times[0]) / each)))
+
+    def measure(self, compute, steps):
+        """Return a row of the table."""
+        self.choose_rows(compute)
+        first = [self.seconds(way) for way in self.ways]
+        steps = max(5, min(steps, int(CASE_SECONDS / sum(first))))
+        times = [[] for _ in self.ways]
+        backward = []
+        for number in range(steps + WARM_UP):
+            for i in range(len(self.ways)):
+                k = (i + number) % len(self.ways)
+                seconds = self.seconds(self.ways[k])
+                if number >= WARM_UP:
+                    times[k].append(seconds)
+                    backward += self.backward[-1:] if k == 0 else []
+        alone, reduction, ddp, plain, overlap = map(statistics.median, times)
+        most = min(statistics.median(backward), reduction)
+        hidden = (alone + reduction - overlap) / most
+        cells = [f"{1e3 * x:.1f}" for x in (alone, reduction, ddp, plain, overlap)]
+        cells += [f"{plain / ddp:.2f}", f"{overlap / ddp:.2f}", f"{100 * hidden:.0f} %"]
+        what = f"{self.nbytes / 1e6:.1f} MB, {len(self.x)}"
+        return f"| {' | '.join([what, *cells])} |"
 
 
 if "--rank" in sys.argv:
-    run_rank(int(sys.argv[sys.argv.index("--rank") + 1]))
+    numbers = [int(x) for x in sys.argv[sys.argv.index("--rank") + 1 :]]
+    run_rank(numbers[0], numbers[1:] or list(SHAPES))
 else:
     main()
