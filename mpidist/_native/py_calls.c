@@ -156,6 +156,11 @@ static int gather(const Entry *e, PyArrayObject *x, PyObject **result) {
   return status;
 }
 
+/* Whether another call is under way, of another thread, or below a signal handler. */
+static int is_busy(const Between *between, const Channel *channel) {
+  return between ? between->busy || between->active : channel->busy;
+}
+
 /* NULL without an exception: this call is for Python. */
 static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *x) {
   CallState *state = self->state;
@@ -165,6 +170,11 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
     return NULL;
   PyObject *result = NULL;
   int reduces = Py_TYPE(found->core) != &GatherType;
+  const Reduce *r = (const Reduce *)found->core;
+  const Gather *g = (const Gather *)found->core;
+  const Between *between = reduces ? r->between : g->between;
+  /* Python refuses a call inside another, which goes on. */
+  if (is_busy(between, reduces ? r->channel : g->channel)) return NULL;
   if (prepare(found, reduces, &result)) return NULL;
   /* What runs during the call may drop the entry. */
   Entry e = *found;
@@ -178,7 +188,7 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
   if (status == MD_OK && result) {
     state->sequence++;
   } else if (status < 0) {
-    if (is_abandoned(reduces ? ((Reduce *)e.core)->between : ((Gather *)e.core)->between)) {
+    if (is_abandoned(between)) {
       Py_INCREF(x); /* leaked, and the result */
       result = NULL;
     }

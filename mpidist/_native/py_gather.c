@@ -294,7 +294,7 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
   if (count != 6) return PyErr_Format(PyExc_TypeError, "meet: expected 6 arguments");
   long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
   long long result_offset = PyLong_AsLongLong(args[4]);
-  if (PyErr_Occurred() || parse_lengths(self, args[1])) return NULL;
+  if (PyErr_Occurred() || require_idle(self->held > 0) || parse_lengths(self, args[1])) return NULL;
   PyObject *result = NULL;
   unsigned char *slot;
   if (get_views(self, args[0])) {
@@ -324,7 +324,7 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
 static PyObject *Gather_spread(Gather *self, PyObject *arrays) {
   PyObject *result = NULL;
   if (self->between) return PyErr_Format(PyExc_RuntimeError, "spread: there is no arena");
-  if (require_idle(self->channel->busy)) return NULL;
+  if (require_idle(self->held > 0 || self->channel->busy)) return NULL;
   memcpy(self->lengths, gather_slot(self, self->channel->channel.rank),
          (size_t)self->count * sizeof *self->lengths);
   if (!get_views(self, arrays) && !begin_call(self->channel))

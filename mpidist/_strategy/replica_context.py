@@ -203,8 +203,8 @@ class ReplicaContext:
 
         Collective: every replica must call this, in the same order. On one node it uses
         shared memory. Between nodes it uses ``MPI_Iallgather`` (``MPI_Iallgatherv`` if
-        sizes differ), once for each leaf, or once for all leaves if they are small; up
-        to 8 replicas send up to 1 KiB with the header.
+        sizes differ), once for each leaf, or once for all leaves if they are small. Up
+        to 1 KiB travels with the header; above 8 replicas 1 KiB of all together.
 
         Args:
             value: a nest of arrays of at least one dimension, of the same dtypes and

@@ -220,6 +220,47 @@ def test_a_signal_while_the_core_moves_data_ends_the_call_everywhere(
 
 @mpi
 @core
+@pytest.mark.parametrize("count", [10, 7000])
+def test_a_gather_inside_another_is_refused_and_the_first_goes_on(
+    on_nodes, rank, size, count
+):
+    """By a signal handler: the gathers of the core know of each other, too."""
+    if size == 1:
+        pytest.skip("one rank waits for nobody")
+    strategy = on_nodes(timeout_seconds=50)
+    x = np.full(count, rank, np.int64)
+    refused = []
+
+    def gather():
+        return context().all_gather(x, 0)
+
+    def handler(*_):
+        with pytest.raises(RuntimeError, match="one after the other"):
+            gather()
+        refused.append(1)
+
+    def step():
+        for _ in range(3):  # the core has it then
+            gather()
+        everywhere(None)
+        if rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+        else:
+            time.sleep(0.5)
+        found = gather()
+        assert np.array_equal(found, np.repeat(np.arange(size), count))
+
+    kept = signal.signal(signal.SIGALRM, handler)
+    try:
+        strategy.run(step)
+    finally:
+        signal.signal(signal.SIGALRM, kept)
+    assert len(refused) == (rank == 0)
+    strategy.run(gather)
+
+
+@mpi
+@core
 def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
     on_nodes, nodes, rank, size, monkeypatch
 ):
