@@ -231,13 +231,15 @@ def fuzz_seeds(default: int) -> range:
 
 
 is_long = "MPIDIST_FUZZ" in os.environ
-# What takes long, and shows what other cases nearly show.
 long_only = pytest.mark.skipif(not is_long, reason="only in launch/test --long")
+# What takes long, and shows what other cases nearly show.
+with_slow = is_long or "MPIDIST_TEST_SLOW" in os.environ
+slow = pytest.mark.skipif(not with_slow, reason="slow: MPIDIST_TEST_SLOW=1, as in CI")
 
 
 def rarely(*values: Any) -> Any:
-    """Return a case of a test that runs in `launch/test --long` only."""
-    return pytest.param(*values, marks=long_only)
+    """Return a slow case of a test."""
+    return pytest.param(*values, marks=slow)
 
 
 def a_third(cases: Sequence[Any]) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from launching import (
     run_python,
     run_ranks,
 )
-from replicas import long_only
+from replicas import slow
 
 import mpidist
 
@@ -161,7 +161,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@long_only
+@slow
 def test_training_goes_on_after_a_kill(tmp_path):
     pytest.importorskip("sklearn")
     script = ROOT / "examples" / "train_digits.py"

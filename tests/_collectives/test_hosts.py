@@ -19,7 +19,7 @@ import launching
 import on_hosts
 import pytest
 from job_on_hosts import WIRE_BYTES
-from replicas import long_only, rarely
+from replicas import rarely, slow
 
 JOB = Path(__file__).parents[1] / "job_on_hosts.py"
 TIMEOUT = 6.0  # of the strategies, in seconds
@@ -103,7 +103,7 @@ PART = (
 )
 
 
-@long_only
+@slow
 @pytest.mark.core
 def test_a_part_of_the_suite_on_two_hosts(make_hosts):
     hosts = make_hosts(2)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import a_third, long_only
+from replicas import a_third, slow
 from test_native_kernels import (
     CASES,
     FLAGS,
@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 
-@long_only
+@slow
 def test_the_stress_test() -> None:
     ran = run(*CROSS.prefix, build(CROSS), "1", str(STRESS_SECONDS), seconds=300)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr

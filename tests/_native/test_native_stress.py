@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 
 import pytest
-from replicas import long_only
+from replicas import slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 NATIVE = ROOT / "mpidist" / "_native"
@@ -193,7 +193,7 @@ MUTATIONS = {
 }
 
 
-@long_only
+@slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_left_out_is_found(name: str, tmp_path: pathlib.Path) -> None:
     made_with = needed(COMPILERS[0], THREADS)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from launching import ROOT, run_command, run_ranks
-from replicas import long_only
+from replicas import slow
 
 BENCHMARKS = ROOT / "launch" / "benchmarks"
 TIMEOUT = 200.0
@@ -32,7 +32,7 @@ def load(monkeypatch):
     return one
 
 
-@long_only
+@slow
 def test_the_benchmarks_of_developers_run(tmp_path):
     path = tmp_path / "r.json"
     argv = [BENCHMARKS, "networks", "commits", "--quick", "--json", path]

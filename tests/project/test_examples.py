@@ -5,7 +5,7 @@ import re
 
 import pytest
 from launching import ROOT, ULFM, outlives_ranks, run_ranks
-from replicas import long_only, rarely
+from replicas import rarely, slow
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2
@@ -86,7 +86,7 @@ def test_clip_by_global_norm(tmp_path):
     assert largest > 3
 
 
-@long_only
+@slow
 def test_grain_input(tmp_path):
     pytest.importorskip("grain")
     pytest.importorskip("sklearn")
@@ -140,7 +140,7 @@ def test_train_digits(tmp_path):
     assert lines == [str(n) for n in range(1, 21)]
 
 
-@long_only
+@slow
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_train_with_torch_and_jax(tmp_path, library):
     pytest.importorskip("sklearn")

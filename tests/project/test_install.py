@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from launching import ROOT, run_ranks
-from replicas import context, long_only, own, raises_everywhere, wait_for_reports
+from replicas import context, own, raises_everywhere, slow, wait_for_reports
 
 import mpidist
 from mpidist import _native
@@ -125,7 +125,7 @@ def pip(arguments: tuple[str, ...], variables: Mapping[str, str]) -> str:
     return done.stdout + done.stderr
 
 
-@long_only
+@slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 def test_with_a_compiler_the_core_is_there(tmp_path: pathlib.Path) -> None:
     environment = Environment(tmp_path)
@@ -154,7 +154,7 @@ def test_without_a_compiler_all_goes_by_mpi(tmp_path: pathlib.Path, how: str) ->
             assert words in told.stdout, told
 
 
-@long_only
+@slow
 def test_an_editable_installation_is_built_again(tmp_path: pathlib.Path) -> None:
     """As launch/test and launch/demo do it; type checkers find it, who run no hook."""
     environment = Environment(tmp_path)

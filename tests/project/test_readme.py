@@ -35,7 +35,7 @@ from launching import (
     run_command,
     run_ranks,
 )
-from replicas import is_long
+from replicas import with_slow
 
 import mpidist
 from mpidist import _cli
@@ -121,8 +121,8 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
         for library in ("torch", "jax"):
             if any(re.search(rf"^import {library}$", x, re.M) for x in started):
                 pytest.importorskip(library)
-                if not (in_readme or is_long):  # they take long to import
-                    pytest.skip("only in launch/test --long")
+                if not (in_readme or with_slow):  # they take long to import
+                    pytest.skip("slow: MPIDIST_TEST_SLOW=1, as in CI")
         for command, output in commands:
             do(Command(command, output, programs, folder))
     elif language == "sh":
