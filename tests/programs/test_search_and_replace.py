@@ -77,7 +77,8 @@ except tf.errors.OutOfRangeError:
 status = checkpoint.restore(manager.latest_checkpoint)
 status.assert_consumed()
 optimizer.lr.assign(0.25)
-history = [w.numpy(), w.value(), tf.identity(w)]
+kept = {"w": [w]}
+history = [w.numpy(), w.value(), tf.identity(w), kept["w"][0].numpy(), max([w, w]).numpy()]
 print(round(float(history[0]), 6))
 w.assign_add(100.0)
 assert max(history) < 50.0  # copies, as in TensorFlow
