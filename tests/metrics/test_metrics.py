@@ -9,6 +9,7 @@ import mpidist
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2)]
 
 
+@pytest.mark.one_size
 def test_metrics_are_over_all_replicas(strategy, folder):
     with strategy.scope():
         mean = mpidist.metrics.Mean(name="loss")

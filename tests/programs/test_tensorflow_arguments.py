@@ -18,6 +18,7 @@ def v(strategy):
         return mpidist.Variable(np.zeros(3), name="v")
 
 
+@pytest.mark.one_size
 def test_the_number_of_gpus_is_that_of_the_ranks(strategy):
     for n, line in ((3, "mpirun -n 3"), (0, "mpirun -n 1")):
         for message in raises_everywhere(
@@ -45,6 +46,7 @@ def test_local_results_of_a_mirrored_strategy_warn_once(strategy):
     mirrored.close()
 
 
+@pytest.mark.one_size
 def test_the_axes_of_reduce_can_be_a_list(strategy):
     value = from_replicas(strategy, lambda i: np.full((2, 3), i + 1.0))
     np.testing.assert_array_equal(strategy.reduce("SUM", value, axis=[0]), [6.0] * 3)
@@ -62,7 +64,7 @@ def test_a_shape_that_may_change_is_refused(strategy):
             assert "its shape is fixed: write `mpidist.Variable(value)`" in message
 
 
-def test_the_global_step_is_counted(strategy, v):
+def test_the_global_step_is_counted(strategy, v, size):
     with strategy.scope():
         step = mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")
     optimizer = SGD(0.5)
@@ -74,7 +76,7 @@ def test_the_global_step_is_counted(strategy, v):
     with strategy.scope():
         optimizer.apply_gradients([(np.ones(3), v)], global_step=step)
     assert int(step) == int(optimizer.iterations) == 2
-    np.testing.assert_array_equal(v, [-1.5] * 3)
+    np.testing.assert_array_equal(v, [-0.5 * size - 0.5] * 3)
     for wrong, what in ((3, "`global_step` to be"), (True, "`global_step` to be")):
         for message in raises_everywhere(
             TypeError,

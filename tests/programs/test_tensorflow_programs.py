@@ -1,6 +1,6 @@
 """Programs like those of TensorFlow's tutorials and guides, ported by the script alone.
 
-They check their results themselves, for any number of replicas.
+They check their results themselves; some need an even number of replicas.
 """
 
 import re
@@ -12,7 +12,7 @@ from launching import ROOT
 
 PROGRAMS = sorted(Path(__file__).with_name("tensorflow").glob("*.py"))
 
-pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2)]
 
 
 def ported(path, script):
