@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 from launching import run_ranks
-from replicas import everywhere, raises_everywhere
+from replicas import everywhere, raises_everywhere, wait_for_reports
 
 import mpidist
 from mpidist import CollectiveMismatchError
@@ -115,6 +115,7 @@ def test_a_core_that_is_not_everywhere_is_said_once(caplog):
     for rank in range(3):
         said, error = versions.judge(rank, given)
         assert ([one["core"] for one in said], error) == ([True, False, False], None)
+    wait_for_reports()
     assert caplog.text.count("ranks 1-2 have no native core") == 1
     caplog.clear()
     versions.judge(0, texts(has, has))
@@ -127,6 +128,7 @@ def test_ranks_that_round_in_other_ways_are_said_once(caplog):
     given = texts({}, {"about": {"floats": odd}}, {"about": {"floats": odd}})
     for rank in range(3):
         assert versions.judge(rank, given)[1] is None
+    wait_for_reports()
     assert caplog.text.count(f"the processor of ranks 1-2 {odd}, which a library") == 1
     caplog.clear()
     about = {"about": {"floats": odd}}

@@ -101,6 +101,7 @@ def run_job(tmp_path: Path, size: int, where: str, fault: str):
         "MPIDIST_SIMULATED_NODES": str(size),
         "MPIDIST_STALL_SECONDS": "2",
         "MPIDIST_CUDA_AWARE": "1",
+        "MPIDIST_ALLREDUCE": "iallreduce:2",  # several pieces on any number of ranks
         "PYTHONPATH": str(TESTS),
     }
     before = shared_files()

@@ -78,7 +78,8 @@ status = checkpoint.restore(manager.latest_checkpoint)
 status.assert_consumed()
 optimizer.lr.assign(0.25)
 kept = {"w": [w]}
-history = [w.numpy(), w.value(), tf.identity(w), kept["w"][0].numpy(), max([w, w]).numpy()]
+history = [w.numpy(), w.value(), tf.identity(w), kept["w"][0].numpy()]
+history += [max([w, w]).numpy()]
 print(round(float(history[0]), 6))
 w.assign_add(100.0)
 assert max(history) < 50.0  # copies, as in TensorFlow
