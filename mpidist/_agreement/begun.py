@@ -11,10 +11,6 @@ program it ends the job like an uncaught exception. Until then the thread makes 
 the calls that were begun: on another rank the program may not have come so far. They
 have the same error.
 
-A call may be *started*: its ranks have agreed, and its data are on their way. While the
-thread waits for them it starts the next ones, so that the network has always something
-to do. Calls end in their order.
-
 What ends the program's own wait, such as Ctrl-C, is raised in the thread's wait too
 (`BegunCalls.stop`), which tells the other ranks as if it had come there.
 
@@ -23,7 +19,6 @@ Rejected: a second communicator (nothing would compare the order of both).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import queue
 import threading
@@ -39,39 +34,12 @@ from mpidist._timeline.observer import NOTHING, Calls
 _T = TypeVar("_T")
 _AnyCall: TypeAlias = "CollectiveHandle[Any]"
 
-# How many calls are started at a time: each needs memory for what it receives.
-_MOST: Final = 4
 # How long a rank that is interrupted waits for its thread, which looks every 50 ms.
 _STOP_SECONDS: Final = 5.0
 
 
-class Started(Generic[_T]):
-    """A call whose data are on their way."""
-
-    def is_there(self) -> bool:
-        """Return whether they are there, and make progress."""
-        raise NotImplementedError
-
-    def finish(self) -> _T:
-        """Wait for them, and return what the call returns."""
-        raise NotImplementedError
-
-    def leak(self) -> None:
-        """Leak the buffers: MPI may still use them."""
-        raise NotImplementedError
-
-
 class _Guard(Protocol):
     """What begun calls need of a `Guard`."""
-
-    @property
-    def waits(self) -> Any: ...
-
-    @property
-    def breakdown(self) -> Any: ...
-
-    @property
-    def channel(self) -> Any: ...
 
     @property
     def closed(self) -> bool: ...
@@ -101,15 +69,14 @@ class CollectiveHandle(Generic[_T]):
         self,
         guard: _Guard,
         name: str,
-        make: Callable[[], _T | Started[_T]],
+        make: Callable[[], _T],
         warns: bool,
         check: Callable[[], None] | None,
     ) -> None:
         """Hold a call; `BegunCalls.begin` makes them."""
         self._guard = guard
         self._name = name
-        self._make: Callable[[], _T | Started[_T]] | None = make
-        self._started: Started[_T] | None = None
+        self._make: Callable[[], _T] | None = make
         self._site = mismatch.user_site() if warns else None
         self._check = check  # called by the first `result`; it may raise
         self._lock = threading.Lock()
@@ -172,64 +139,18 @@ class CollectiveHandle(Generic[_T]):
         assert calls is not None
         assert make is not None
         if calls.failure is not None:
-            self._end(calls.failure)
-            return
-        try:
-            value = make()
-            if isinstance(value, Started):
-                if not at_once:
-                    self._started = value
-                    return
-                value = value.finish()
-            self._value = value
-        except BaseException as error:
-            if at_once and not isinstance(error, Exception):
-                self._guard.interrupted(self._name, error)
-                raise
-            self._fail(error)
-        del make  # what it refers to goes with the result
-        self._end(self._error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Note what a step of the call has raised."""
-        self._guard.interrupted(self._name, error)
-        trace = error.__traceback__  # without that frame, which refers to this object
-        self._error = error.with_traceback(trace and trace.tb_next)
-        assert self._calls is not None
-        self._calls.failure = error
-
-    def _is_over(self) -> bool:
-        """Return whether a started call has nothing to wait for."""
-        if self._error is not None or self._guard.broken:
-            return True
-        return self._started is not None and self._started.is_there()
-
-    def _wait_or(self, another: Callable[[], bool]) -> None:
-        """Wait until the data of a started call are there, or for another event."""
-        started = self._started
-        assert started is not None
-        if self._is_over():
-            return
-        try:
-            self._guard.waits.wait_data(_Either(started.is_there, another))
-        except BaseException as error:
-            self._fail(error)
-
-    def _finish(self) -> None:
-        """End a started call, whose data are there or will never be."""
-        started, self._started = self._started, None
-        assert started is not None
-        if self._error is None and self._guard.broken:
-            assert self._calls is not None
-            self._error = self._calls.failure or self._guard.breakdown.error()
-        if self._error is None:
-            try:
-                self._value = started.finish()
-            except BaseException as error:
-                self._fail(error)
+            self._error = calls.failure
         else:
-            started.leak()
-        del started
+            try:
+                self._value = make()
+            except BaseException as error:
+                self._guard.interrupted(self._name, error)
+                if at_once and not isinstance(error, Exception):
+                    raise
+                trace = error.__traceback__  # without this frame, which refers to it
+                self._error = error.with_traceback(trace and trace.tb_next)
+                calls.failure = error
+        del make  # what it refers to goes with the result
         self._end(self._error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -263,19 +184,6 @@ class CollectiveHandle(Generic[_T]):
         )
 
 
-class _Either:
-    """A request that has completed if one of two has."""
-
-    def __init__(self, *tests: Callable[[], bool]) -> None:
-        self._tests = tests
-
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        return any(test() for test in self._tests)
-
-    def leak(self) -> None:
-        """Do nothing: `CollectiveHandle._finish` does."""
-
-
 class BegunCalls:
     """The calls of a strategy that were begun, and the thread that makes them.
 
@@ -292,7 +200,6 @@ class BegunCalls:
     def __init__(self, guard: _Guard) -> None:
         self._guard = weakref.proxy(guard)  # which has this object
         self._queue: queue.SimpleQueue[_AnyCall | None] = queue.SimpleQueue()
-        self._started: collections.deque[_AnyCall] = collections.deque()
         self._thread: threading.Thread | None = None
         # Weakly: the queue, then the thread, keep a call until it has ended.
         self._last: Callable[[], _AnyCall | None] = _nothing
@@ -323,14 +230,7 @@ class BegunCalls:
             calls = self._guard.calls
             self._thread = threading.Thread(
                 target=_work,
-                args=(
-                    self._queue,
-                    self._started,
-                    threads.current(),
-                    weakref.ref(self),
-                    self._guard.channel,
-                    calls,
-                ),
+                args=(self._queue, threads.current(), weakref.ref(self), calls),
                 name="mpidist communication",
                 daemon=True,
             )
@@ -422,14 +322,9 @@ class BegunCalls:
         self.generation += 1
 
     def look(self) -> None:
-        """Raise in the thread what has come to the program; see `stop`.
-
-        And end calls whose data have come while it waits to start another.
-        """
-        if self.is_own_thread():
-            if self._stop is not None:
-                raise self._stop
-            _end_those_there(self._started)
+        """Raise in the thread what has come to the program; see `stop`."""
+        if self._stop is not None and self.is_own_thread():
+            raise self._stop
 
     def end(self) -> None:
         """End the thread: the strategy is closed, or this process is a forked child."""
@@ -441,20 +336,10 @@ def _nothing() -> None:
     """Return nothing, as a weak reference to what has ended."""
 
 
-def _end_those_there(started: collections.deque[_AnyCall]) -> None:
-    """End the first calls, whose data are there."""
-    # While one ends, its wait may look here again.
-    while started and started[0]._started is not None and started[0]._is_over():
-        started[0]._finish()
-        started.popleft()
-
-
 def _work(
     calls: queue.SimpleQueue[_AnyCall | None],
-    started: collections.deque[_AnyCall],
     replica: threads.ThreadReplica | None,
     owner: weakref.ref[BegunCalls],
-    channel: Any,
     observed: Calls | None,
 ) -> None:
     """Make the calls; nothing that is kept here keeps the strategy."""
@@ -464,24 +349,11 @@ def _work(
         return begun is None or begun.is_calm()
 
     polling.here.calm = is_calm
-    if hasattr(channel, "calm_thread"):  # that of the core between nodes
-        channel.calm_thread = threading.get_ident()
     if observed is not None:
         observed.makes_begun_calls()
     is_replica = contextlib.nullcontext() if replica is None else None
     with is_replica or threads.entered(replica):  # type: ignore[arg-type]
-        while True:
-            while started and (len(started) == _MOST or calls.empty()):
-                may_start = len(started) < _MOST
-                started[0]._wait_or(lambda: may_start and not calls.empty())  # noqa: B023
-                _end_those_there(started)
-            call = calls.get()
-            if call is None:
-                for one in started:  # of a strategy that was closed
-                    one._finish()
-                return
+        while (call := calls.get()) is not None:
             mismatch.begun.site = call._site
             call._run()
-            if call._started is not None:
-                started.append(call)
             del call

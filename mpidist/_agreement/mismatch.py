@@ -253,12 +253,6 @@ _ON_ONE_RANK: Final = {
         "call it on every rank, before `if strategy.replica_id == 0:`, and use the "
         "result in it"
     ),
-    r"(DistributedOptimizer\.step), bucket \d+ of \d+": (
-        "with overlap `backward()` begins its buckets, each when all of its parameters "
-        "have a gradient on this rank; if that differs between ranks, make other "
-        "collective calls after `step()`, or write `DistributedOptimizer(..., "
-        "overlap=False)`"
-    ),
 }
 
 

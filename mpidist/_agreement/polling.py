@@ -25,11 +25,6 @@ SHORT_SLEEP: Final = 0.0002
 YIELD_SECONDS: Final = 0.02
 YIELD_SECONDS_FOR_DATA: Final = 2.0
 
-# The thread of calls that were begun sleeps soon: what spins is late where cores are
-# busy. While the program computes on this core, tests every 0.2 ms took a tenth of it.
-_THREAD_YIELDS: Final = 0.0002
-_THREAD_SLEEP: Final = 0.0001
-_CALM_SLEEP: Final = 0.001
 _LONG_SLEEP: Final = 0.002
 _SHORT_SLEEPS_UNTIL: Final = 1.0
 
@@ -38,7 +33,7 @@ class _Here(threading.local):
     """How this thread waits.
 
     Attributes:
-        calm: of the thread of calls that were begun, whether the program computes.
+        calm: whether it sleeps at once, for another that needs the core; None: never.
     """
 
     calm: Callable[[], bool] | None = None
@@ -74,9 +69,7 @@ def poll(
                 start = now
         if wait is not None:
             wait(LOOK_SECONDS)
-        elif calm is not None and (calm() or now - start > _THREAD_YIELDS):
-            time.sleep(_CALM_SLEEP if calm() else _THREAD_SLEEP)
-        elif now - start < yield_seconds:
+        elif now - start < yield_seconds and not (calm is not None and calm()):
             os.sched_yield()
         else:
             is_new = now - start < _SHORT_SLEEPS_UNTIL

@@ -25,15 +25,16 @@ from mpidist._mpi.buffers import Way
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.ops import handles_of
 
-# For larger ones the time of Python does not matter, and several that were begun can be
-# on the way (`BucketReduce.start`).
-_MOST_BYTES: Final = 2**20
+# Of nests that are copied into one buffer, or gathered.
+_MOST_COPIED_BYTES: Final = 2**20
+# Of one array: MPI's collectives of larger ones are cut, each with a deadline.
+_MOST_BYTES: Final = 64 * 2**20
 _MOST_RUNS: Final = 8
 
 
 def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
     """Return the plan of a nest, if ranks exchange headers by MPI, in the core."""
-    comm = resources.comm
+    leaves, comm = signature.leaves, resources.comm
     room = room_behind(resources)
     if not room or not isinstance(comm, Communicator):
         return None
@@ -48,8 +49,9 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
     way = None
     if nbytes > room:
         way = comm.buffers.way
-        most = _MOST_BYTES
-        kinds = [(x.reduction.compute, x.reduction.combining) for x in signature.leaves]
+        copied = way.gathers or len(leaves) > 1
+        most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
+        kinds = [(x.reduction.compute, x.reduction.combining) for x in leaves]
         runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
         if resources.nodes is not None:
             most = min(most, nodes.LEAST_BYTES - 1)

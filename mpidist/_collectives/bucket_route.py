@@ -9,14 +9,12 @@ which leaf is at which offset of which buffer, and which MPI operation reduces i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
 import numpy as np
 
-from mpidist._agreement.begun import Started
 from mpidist._base import backend
-from mpidist._base.memory import leak
 from mpidist._base.reduce_op import COMBINE, ReduceOp
 from mpidist._base.types import Array, DType, Shape
 from mpidist._collectives.compression import LEAST_BYTES, Compression
@@ -24,7 +22,6 @@ from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
 from mpidist._collectives.transports import Reducer
-from mpidist._mpi.buffers import Reduction as Moving
 from mpidist._mpi.communicator import Communicator, MPIOp
 
 _BYTES: Final = np.dtype(np.uint8)
@@ -117,38 +114,6 @@ class BucketReduce(PreparedPlan[_Call]):
                 largest = self._packed.get(on_device, (0, 0))
                 self._packed[on_device] = max(largest, (nbytes, index))
 
-    def start(
-        self, arrays: Sequence[Array], timeout: float | None = None
-    ) -> Results | Started[Results]:
-        """Agree with the other ranks, and start to move one array; see `Plan`."""
-        comm = self._comm
-        if (
-            len(self._buckets) != 1
-            or not self._is_direct(self._buckets[0])
-            or self._leaves[0].on_device
-            or not isinstance(comm, Communicator)
-            or not comm.buffers.same_bits
-            or not self._leaves[0].size
-        ):
-            return super().start(arrays, timeout)
-        work = self._agreed(arrays, self.call, timeout)
-        reduction = self._leaves[0].reduction
-        (x,), (result,) = work.arrays, map(backend.flat, work.results)
-        source = reduction.encode(backend.flat(backend.contiguous(x)))
-        operation: MPIOp = reduction.mpi  # type: ignore[assignment]
-        with self._moving(self.call):
-            moving = comm.begin_allreduce(source, result, operation)
-        return _Started(self, work, moving)
-
-    def finish(self, work: _Call, moving: Moving) -> Results:
-        """End what was started."""
-
-        def move(work: _Call) -> None:
-            moving.finish()
-            self._divide(0, backend.flat(work.results[0]))
-
-        return self._moved(self.call, work, move)
-
     def _prepare(self, arrays: list[Array]) -> _Call:
         self._transports.device.check()
         packed = {
@@ -194,10 +159,6 @@ class BucketReduce(PreparedPlan[_Call]):
         source = backend.flat(backend.contiguous(work.arrays[index]))
         result = backend.flat(work.results[index])
         transport.allreduce(reduction.encode(source), result, reduction.mpi)
-        self._divide(index, result)
-
-    def _divide(self, index: int, result: Array) -> None:
-        reduction = self._leaves[index].reduction
         if reduction.op is ReduceOp.MEAN:
             reduction.decode(result, self._comm.size, result)
 
@@ -236,25 +197,6 @@ class BucketReduce(PreparedPlan[_Call]):
         combine: Callable[..., Array] = COMBINE[operation].reduce
         if self._wanted:
             work.results[index] = combine(values, axis=0).reshape(x.shape)
-
-
-class _Started(Started[Results]):
-    """An all-reduce of one array that moves."""
-
-    def __init__(self, plan: BucketReduce, work: _Call, moving: Moving) -> None:
-        self._plan, self._work, self._moving = plan, work, moving
-
-    def is_there(self) -> bool:
-        """Return whether the data are there, and make progress."""
-        return self._moving.Test()
-
-    def finish(self) -> Results:
-        """Wait for the data."""
-        return self._plan.finish(self._work, self._moving)
-
-    def leak(self) -> None:
-        """Leak the buffers: MPI may still use them."""
-        leak(self)
 
 
 def buckets(resources: Resources, signature: Signature) -> BucketReduce | None:

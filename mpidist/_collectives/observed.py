@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpidist._agreement.begun import Started
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import FROM_RANK_0
 from mpidist._base import backend, nest
@@ -45,39 +44,6 @@ class ObservedPlan(Plan):
         assert calls is not None
         with calls.call(nbytes, self.observed.route):
             return self.observed(arrays, call, timeout)
-
-    def start(
-        self, arrays: Sequence[Array], timeout: float | None = None
-    ) -> Results | Started[Results]:
-        """Start the plan; see `Plan`."""
-        calls, nbytes = self._guard.calls, sum(int(x.nbytes) for x in arrays)
-        assert calls is not None
-        with calls.call(nbytes, self.observed.route) as span:
-            started = self.observed.start(arrays, timeout)
-            if not isinstance(started, Started):
-                return started
-            span.ends_later = True
-        return _Observed(calls, span, started)
-
-
-class _Observed(Started[Results]):
-    """A call whose span ends when its data are there."""
-
-    def __init__(self, calls: Calls, span: Span, started: Started[Results]) -> None:
-        self._calls, self._span, self._started = calls, span, started
-
-    def is_there(self) -> bool:
-        """Return whether the data are there, and make progress."""
-        return self._started.is_there()
-
-    def leak(self) -> None:
-        """Leak the buffers: MPI may still use them."""
-        self._started.leak()
-
-    def finish(self) -> Results:
-        """Wait for the data."""
-        with self._calls.end(self._span):
-            return self._started.finish()
 
 
 class _Piece(Protocol):

@@ -14,17 +14,15 @@ alone.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
 from mpidist import _native
-from mpidist._agreement.begun import Started
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.cache import Cache
@@ -223,15 +221,6 @@ class Plan:
         """
         raise NotImplementedError
 
-    def start(
-        self, arrays: Sequence[Array], timeout: float | None = None
-    ) -> Results | Started[Results]:
-        """Do as a call; or return when the data are on their way, and their end.
-
-        Whether it does that is the same on all ranks. Collective.
-        """
-        return self(arrays, None, timeout)
-
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
         """Do as a call; or return None, without effect, if the signature differs.
 
@@ -263,38 +252,20 @@ class PreparedPlan(Plan, Generic[_Work]):
         timeout: float | None = None,
     ) -> Results:
         """Agree with the other ranks, and move; see `Plan`."""
-        call = call or self.call
-        work = self._agreed(arrays, call, timeout)
-        return self._moved(call, work, self._move)
-
-    def _agreed(
-        self, arrays: Sequence[Array], call: Call, timeout: float | None
-    ) -> _Work:
-        """Prepare, and agree with the other ranks."""
+        guard, call = self._guard, call or self.call
         try:
             # Allocate before the agreement: a failure must be reported to all ranks.
             work = self._prepare(list(arrays))
         except Exception as error:
-            raise self._guard.fail(call, error) from None
+            raise guard.fail(call, error) from None
         with self._comm.traffic.timed():
             self._agree(call, timeout)
-        return work
-
-    def _moved(
-        self, call: Call, work: _Work, move: Callable[[_Work], object]
-    ) -> Results:
-        with self._moving(call):
-            move(work)
+            # An exception of NumPy (`np.seterr`) would leave the others waiting.
+            plain = np.errstate(all="ignore")
+            with guard.payload(call), plain, _native.DefaultFloatState():
+                self._move(work)
         with _native.DefaultFloatState():  # the same bits on all ranks
             return self._conclude(call, work)
-
-    @contextlib.contextmanager
-    def _moving(self, call: Call) -> Iterator[None]:
-        """Return a context in which data move."""
-        # An exception of NumPy (`np.seterr`) would leave the others waiting.
-        plain, timed = np.errstate(all="ignore"), self._comm.traffic.timed()
-        with timed, self._guard.payload(call), plain, _native.DefaultFloatState():
-            yield
 
     def _prepare(self, arrays: list[Array]) -> _Work:
         """Return all that a call needs, its memory included. Not collective."""

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._agreement.begun import Started
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
@@ -138,19 +137,6 @@ class Plans:
             if plan is not None:
                 return structure.unflatten(plan(leaves, None, timeout))
         return self._first_time(op, tree, options, call, root)
-
-    def start(
-        self, op: ReduceOp, arrays: list[Any], call: str
-    ) -> list[Any] | Started[list[Any]]:
-        """Begin to `all_reduce` arrays, with the usual options. Collective.
-
-        Returns:
-            The results; or what waits for them, if their data are on the way.
-        """
-        with self._resources.guard.checking(call):
-            pairs = [backend.as_array(x, call) for x in arrays]
-            plan = self.find(op, [x for x, _ in pairs], call)
-        return plan.start([x for x, _ in pairs])
 
     def _timeout_of(self, options: CommunicationOptions | None) -> float | None:
         if options is None:

@@ -104,42 +104,6 @@ class Transfer:
         leak(self)
 
 
-_Piece: TypeAlias = "tuple[Transfer, Callable[[], None]]"
-
-
-class Reduction:
-    """An all-reduce whose last pieces are in progress.
-
-    Args:
-        pieces: of each, the transfer, and what adds up the received values.
-        wait: waits for a transfer.
-        end: called when all have completed.
-    """
-
-    __slots__ = ("_end", "_pieces", "_wait")
-
-    def __init__(
-        self,
-        pieces: Sequence[_Piece],
-        wait: Callable[[Transfer], None],
-        end: Callable[[], None],
-    ) -> None:
-        self._pieces = pieces
-        self._wait = wait
-        self._end = end
-
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether `finish` has nothing to wait for, and make progress."""
-        return all(transfer.Test() for transfer, _ in self._pieces)
-
-    def finish(self) -> None:
-        """Wait for the pieces; then the result is in ``receive``."""
-        for transfer, add in self._pieces:
-            self._wait(transfer)
-            add()
-        self._end()
-
-
 class Waiter(Protocol):
     """What waits for collectives; see `mpidist._mpi.communicator.Waiter`."""
 
@@ -189,7 +153,7 @@ class BufferCollectives:
         self.same_bits: bool = True
         self._mpi = mpi_module()
         self.way: Way = way or way_of(self._mpi.get_vendor()[0], self.size)
-        self._spare: list[HostArray] = []  # scratch memory that is not in use
+        self._scratch: HostArray = np.empty(0, np.uint8)
 
     def start(
         self, calls: Sequence[functools.partial[MpiRequest]], *buffers: Any
@@ -217,8 +181,6 @@ class BufferCollectives:
         Raises:
             CollectiveTimeoutError: at the deadline; the buffers are then leaked.
         """
-        if transfer.Test():
-            return
         try:
             self._waiter.wait_data(transfer)
         except BaseException:
@@ -235,49 +197,33 @@ class BufferCollectives:
             receive: for the result.
             op: the operation.
         """
-        if self.size > 1 and receive.size:
-            if backend.is_device_array(receive):
-                self._allreduce_on_device(send, receive, op)
-                return
-            if not self.same_bits:
-                if send is not None:
-                    receive[...] = send
-                    backend.synchronize(receive)
-                self.reduce(receive, op, 0)
-                self.broadcast(receive, 0)
-                return
-            self.begin_allreduce(send, receive, op).finish()
-        elif send is not None:
-            receive[...] = send
-
-    def begin_allreduce(
-        self, send: Buffer | None, receive: Buffer, op: MPIOp
-    ) -> Reduction:
-        """Begin an `allreduce` of host memory on ranks whose MPI has the `same_bits`.
-
-        Several may be in progress.
-        """
-        pieces, most = self._pieces(receive, self.way), self.way.in_flight
+        if self.size == 1 or not receive.size:
+            if send is not None:
+                receive[...] = send
+            return
+        if backend.is_device_array(receive):
+            self._allreduce_on_device(send, receive, op)
+            return
+        if not self.same_bits:
+            if send is not None:
+                receive[...] = send
+                backend.synchronize(receive)
+            self.reduce(receive, op, 0)
+            self.broadcast(receive, 0)
+            return
+        pieces = self._pieces(receive, self.way)
         gathers = self.way.gathers and op == "SUM"
         begin = self._begin_gather if gathers else self._begin_reduction
-        pending: list[_Piece] = []
-        size = pieces[0].stop - pieces[0].start
-        size *= self.size if gathers else int(send is None)
-        memory = self._take(min(len(pieces), most) * size * receive.itemsize)
-        scratch = memory[: memory.size // receive.itemsize * receive.itemsize]
-        slots = scratch.view(receive.dtype)
+        pending: list[Callable[[], None]] = []
+        slots = self._slots(receive, pieces, in_place=send is None, gathers=gathers)
         for number, part in enumerate(pieces):
-            if number >= most:
-                transfer, add = pending[number - most]
-                self.finish(transfer)
-                add()
+            if number >= self.way.in_flight:
+                pending[number - self.way.in_flight]()
             source = None if send is None else send[part]
-            first = number % most * size
-            slot = slots[first : first + size]
+            slot = slots[number % self.way.in_flight]
             pending.append(begin(source, receive[part], slot, op))
-        return Reduction(
-            pending[-most:], self.finish, lambda: self._spare.append(memory)
-        )
+        for end in pending[-self.way.in_flight :]:
+            end()
 
     def _allreduce_on_device(
         self, send: Buffer | None, receive: Buffer, op: MPIOp
@@ -290,30 +236,32 @@ class BufferCollectives:
 
     def _begin_reduction(
         self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
-    ) -> _Piece:
+    ) -> Callable[[], None]:
         if source is None:  # not MPI_IN_PLACE: see `way_of`
             source = slot[: target.size]
             source[...] = target
         call = functools.partial(
             self.comm.Iallreduce, source, target, getattr(self._mpi, op)
         )
-        return self.start((call,), source, target), _nothing
+        transfer = self.start((call,), source, target)
+        return lambda: self.finish(transfer)
 
     def _begin_gather(
         self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
-    ) -> _Piece:
+    ) -> Callable[[], None]:
         source = target if source is None else source
         rows = slot[: self.size * target.size]
         call = functools.partial(self.comm.Iallgather, source, rows)
         transfer = self.start((call,), source, rows)
 
-        def add() -> None:
+        def end() -> None:
+            self.finish(transfer)
             parts = rows.reshape(self.size, target.size)
             COMBINE[op](parts[0], parts[1], out=target)
             for part in parts[2:]:
                 COMBINE[op](target, part, out=target)
 
-        return transfer, add
+        return end
 
     def _pieces(self, buffer: Buffer, way: Way) -> list[slice]:
         """Return equal pieces of a buffer, which begin at cache lines."""
@@ -323,10 +271,21 @@ class BufferCollectives:
         step = round_up(-(-buffer.size // count), LINE)
         return [slice(i, i + step) for i in range(0, buffer.size, step)]
 
-    def _take(self, nbytes: int) -> HostArray:
-        """Return scratch memory, until it is put to the spare again."""
-        self._spare = [x for x in self._spare if x.nbytes >= nbytes]
-        return self._spare.pop() if self._spare else np.empty(nbytes, np.uint8)
+    def _slots(
+        self, like: Buffer, pieces: list[slice], *, in_place: bool, gathers: bool
+    ) -> list[HostArray]:
+        """Return scratch memory for each piece in flight, of the dtype of ``like``."""
+        count = min(len(pieces), self.way.in_flight)
+        size = pieces[0].stop - pieces[0].start
+        if gathers:
+            size *= self.size
+        elif not in_place:
+            return [like[:0]] * self.way.in_flight
+        nbytes = count * size * like.itemsize
+        if self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        flat = self._scratch[:nbytes].view(like.dtype)
+        return [flat[k * size : (k + 1) * size] for k in range(count)]
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
@@ -443,10 +402,6 @@ class BufferCollectives:
     def exchange(self, send: Buffer, receive: Buffer) -> None:
         """Send row k of ``send`` to rank k, and receive row k from it."""
         self._move(self.comm.Ialltoall, send, receive)
-
-
-def _nothing() -> None:
-    """Add nothing: MPI has."""
 
 
 def starts_of(counts: Sequence[int]) -> list[int]:

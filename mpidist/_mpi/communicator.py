@@ -35,14 +35,7 @@ from mpidist._base.types import HostArray
 from mpidist._mpi import between, buffers, collective_release, survival, versions
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, Request
 from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
-from mpidist._mpi.buffers import (
-    Buffer,
-    BufferCollectives,
-    Reduction,
-    Way,
-    chosen_way,
-    starts_of,
-)
+from mpidist._mpi.buffers import Buffer, BufferCollectives, Way, chosen_way, starts_of
 from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, MpiRequest, give_launcher_time, mpi_module
@@ -307,11 +300,6 @@ class Communicator(AnyCommunicator):
         """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
         self.buffers.allreduce(send, receive, op)
         self.traffic.count("Allreduce", receive.nbytes)
-
-    def begin_allreduce(self, send: Buffer, receive: Buffer, op: MPIOp) -> Reduction:
-        """Begin an `allreduce`; see `BufferCollectives.begin_allreduce`."""
-        self.traffic.count("Allreduce", send.nbytes)
-        return self.buffers.begin_allreduce(send, receive, op)
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""

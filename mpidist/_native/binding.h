@@ -90,7 +90,6 @@ typedef struct Between {
   int64_t fingerprint;
   PyObject *keeper;
   int first_tests; /* before the first yield */
-  unsigned long calm_thread; /* which leaves the core to others; 0: there is none */
   int busy;        /* as of `Channel` */
   double last, seconds, start;
   long long headers;

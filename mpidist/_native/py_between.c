@@ -168,8 +168,7 @@ static int test_some(Between *self, int tests) {
 /* Return when it has completed; -1: an exception. */
 static int wait_for_all(Between *self) {
   int there = test_some(self, self->first_tests);
-  int yields = PyThread_get_thread_ident() == self->calm_thread ? 0 : YIELDS;
-  for (int i = 0; !there && (i < yields || !self->wait); i++) {
+  for (int i = 0; !there && (i < YIELDS || !self->wait); i++) {
     Py_BEGIN_ALLOW_THREADS sched_yield();
     Py_END_ALLOW_THREADS
     if (PyErr_CheckSignals()) return -1;
@@ -571,8 +570,6 @@ static PyMemberDef Between_members[] = {
      "Bytes of this rank's arrays in them."},
     {"wait", T_OBJECT, offsetof(Between, wait), 0,
      "Called with this object if a header takes long; returns when `Test` has said yes."},
-    {"calm_thread", T_ULONG, offsetof(Between, calm_thread), 0,
-     "The thread that calls `wait` at once, which may sleep; 0: none."},
     {"pause", T_OBJECT, offsetof(Between, pause), 0,
      "For `wait`: to be called with the seconds waited, several times a second; may raise."},
     {NULL}};

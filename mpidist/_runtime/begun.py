@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from mpidist._agreement.begun import BegunCalls, CollectiveHandle, Started
+from mpidist._agreement.begun import BegunCalls, CollectiveHandle
 from mpidist._base import threads
 from mpidist._mpi import library
 from mpidist._runtime import job_end, process_exit
@@ -32,7 +32,7 @@ def has_thread(group: ReplicaGroup) -> bool:
 def begin(
     group: ReplicaGroup,
     name: str,
-    make: Callable[[], _T | Started[_T]],
+    make: Callable[[], _T],
     *,
     at_once: bool = False,
     warns: bool = True,
@@ -43,7 +43,7 @@ def begin(
     Args:
         group: the ranks.
         name: of the call.
-        make: makes it, or starts it.
+        make: makes it.
         at_once: whether this thread makes it before it returns.
         warns: whether a handle that is dropped without `result` warns.
         check: called by `result`; it may raise.

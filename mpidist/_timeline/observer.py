@@ -70,7 +70,6 @@ class Span:
         waited: seconds, from its start, until the last rank came to the call.
         waited_for: the rank of the process that came last; -1: this one, or none.
         begun: whether the thread of calls that were begun did it, beside the program.
-        ends_later: whether its data are still on their way (`Calls.end`).
     """
 
     rank: int
@@ -86,7 +85,6 @@ class Span:
     waited: float = 0.0
     waited_for: int = -1
     begun: bool = False
-    ends_later: bool = False
 
     @property
     def seconds(self) -> float:
@@ -143,12 +141,10 @@ class _Here(threading.local):
     Attributes:
         span: of the call; None: there is none.
         begun: whether it is the thread of calls that were begun.
-        end: of its last call whose data were on their way.
     """
 
     span: Span | None = None
     begun: bool = False
-    end: float = 0.0
 
 
 class Calls:
@@ -229,22 +225,8 @@ class Calls:
                 yield span
         finally:
             self._here.span = None
-            if span.text and not span.ends_later:  # else the ranks have not met
+            if span.text:  # else the ranks have not met
                 self._tell_end(span, section)
-
-    @contextlib.contextmanager
-    def end(self, span: Span) -> Iterator[None]:
-        """Observe the block as the end of a call whose data were on their way.
-
-        Of several, each begins for the observers when the one before has ended.
-        """
-        try:
-            with self._timed(span):
-                yield
-        finally:
-            span.start = max(span.start, self._here.end)
-            self._here.end = span.end
-            self._tell_end(span, None)
 
     def name(self, text: str, number: int) -> None:
         """Set the text and number of the call in progress, if they are not set yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -20,8 +20,13 @@ Parameters: TypeAlias = "torch.nn.Module | Iterable[torch.nn.Parameter]"
 """A module, or parameters in the same order on all ranks."""
 Named: TypeAlias = "list[tuple[str, torch.nn.Parameter]]"
 
-# No parameter has this name: those of modules have no spaces.
-_PRESENT: Final = "which parameters have a gradient"
+Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
+Sums: TypeAlias = dict[str, Any]
+"""Reduced arrays, by the names of parameters; and by the next two."""
+
+# No parameter has these names: those of modules have no spaces.
+PRESENT: Final = "which parameters have a gradient"
+FLAGS: Final = "flags of the ranks"
 
 
 def all_reduce_gradients(
@@ -106,8 +111,6 @@ def reduce_gradients(
 ) -> None:
     """Replace the gradients by their reductions over the ranks. Collective.
 
-    A gradient that this rank does not have counts as zeros.
-
     Args:
         group: the ranks.
         named: the parameters.
@@ -115,10 +118,45 @@ def reduce_gradients(
         call: the name of the call, for messages.
         divisor: divides the results.
     """
+    gradients = [parameter.grad for _, parameter in named]
+    assign(named, sums_of(group, named, gradients, op, call), divisor)
+
+
+def sums_of(
+    group: ReplicaGroup,
+    named: Named,
+    gradients: Gradients,
+    op: ReduceOp,
+    call: str,
+    flags: Sequence[float] = (),
+) -> Sums:
+    """Reduce gradients over the ranks. Collective.
+
+    Args:
+        group: the ranks.
+        named: their parameters.
+        gradients: this rank's; None: it has none, which counts as zeros.
+        op: MEAN or SUM.
+        call: the name of the call, for messages.
+        flags: numbers of this rank, which are reduced with them.
+    """
     with group.guard.checking(call):
-        arrays = _arrays_of(named, call)
-    sums = group.all_reduce(op, arrays, None, call)
-    present: Sequence[float] = sums[_PRESENT].tolist()
+        arrays = _arrays_of(named, gradients, call)
+        if flags:
+            arrays[FLAGS] = np.array(flags, np.float32)
+    results: Sums = group.all_reduce(op, arrays, None, call)
+    return results
+
+
+def assign(named: Named, sums: Sums, divisor: int) -> None:
+    """Set the gradients that some rank has. Not collective.
+
+    Args:
+        named: the parameters.
+        sums: of their gradients.
+        divisor: divides them.
+    """
+    present: Sequence[float] = sums[PRESENT].tolist()
     for (name, parameter), some in zip(named, present, strict=True):
         if not some:
             continue
@@ -126,12 +164,13 @@ def reduce_gradients(
         parameter.grad = gradient.div_(divisor) if divisor > 1 else gradient
 
 
-def _arrays_of(named: Named, call: str) -> dict[str, Array]:
+def _arrays_of(named: Named, gradients: Gradients, call: str) -> dict[str, Array]:
     """Return the gradients as arrays, zeros for those that are missing."""
     arrays: dict[str, Array] = {}
     present = np.ones(len(named), np.float32)
-    for i, (name, parameter) in enumerate(named):
-        gradient = parameter.grad
+    for i, ((name, parameter), gradient) in enumerate(
+        zip(named, gradients, strict=True)
+    ):
         if gradient is None:
             present[i] = 0
             gradient = torch.zeros_like(parameter)
@@ -139,5 +178,5 @@ def _arrays_of(named: Named, call: str) -> dict[str, Array]:
         arrays[name] = array
     if len(arrays) < len(named):
         raise ValueError(f"{call}: two parameters have the same name")
-    arrays[_PRESENT] = present
+    arrays[PRESENT] = present
     return arrays

@@ -13,9 +13,6 @@ Each rank says which buckets are *stale* with its last bucket, and all reduce th
 more. If that happens again in the next step, all buckets wait for `step` from then on.
 
 Parameters without a gradient on some rank are in the last bucket, once they are known.
-
-A bucket is one array of each dtype, so that it is sent from where it is, and gradients
-are parts of the array of sums: nothing is copied but the gradients into the bucket.
 """
 
 from __future__ import annotations
@@ -29,16 +26,22 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from mpidist._agreement.begun import CollectiveHandle, Started
-from mpidist._base import backend, guests, reporting
+from mpidist._agreement.begun import CollectiveHandle
+from mpidist._base import reporting
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._runtime import begun
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.torch._gradients import Named, reduce_gradients
+from mpidist.torch._gradients import (
+    FLAGS,
+    PRESENT,
+    Named,
+    Sums,
+    assign,
+    reduce_gradients,
+    sums_of,
+)
 
 BUCKET_BYTES: Final = 4 * 2**20
-# The first buckets are smaller, so that there is soon something to send: 1 MB, 2 MB.
-_STEP_BYTES: Final = 2**20
 # How often a tensor was written to, counted by torch; documented, if not by its name.
 _version_of: Final = operator.attrgetter("_version")
 _logger: Final = logging.getLogger("mpidist")
@@ -51,8 +54,6 @@ class _Bucket:
     Attributes:
         named: the parameters, in the order in which they are ready.
         text: of the bucket, for messages.
-        num_flags: how many numbers are reduced beside the gradients; the first ones say
-            which parameters have a gradient.
         waiting: how many of them are not ready.
         handle: of the reduction, once it is begun.
         taken: the gradients that it was begun with, and their versions.
@@ -60,72 +61,11 @@ class _Bucket:
 
     named: Named
     text: str
-    num_flags: int
     waiting: int = 0
-    handle: CollectiveHandle[list[Any]] | None = None
+    handle: CollectiveHandle[Sums] | None = None
     taken: list[tuple[torch.Tensor | None, int]] = dataclasses.field(
         default_factory=list
     )
-
-    def __post_init__(self) -> None:
-        # The flat array of each dtype, and where in it which parameter is.
-        self._places: list[tuple[torch.dtype, slice]] = []
-        sizes: dict[torch.dtype, int] = {}
-        for _, p in self.named:
-            start = sizes.get(p.dtype, 0)
-            sizes[p.dtype] = start + p.numel()
-            self._places.append((p.dtype, slice(start, start + p.numel())))
-        floats = sizes.get(torch.float32, 0)
-        sizes[torch.float32] = floats + self.num_flags
-        self._flags = slice(floats, floats + self.num_flags)
-        self._flat = {dtype: torch.empty(n, dtype=dtype) for dtype, n in sizes.items()}
-
-    def pack(self, call: str, flags: list[float]) -> list[torch.Tensor]:
-        """Copy the gradients next to each other, zeros for those that are missing.
-
-        Args:
-            call: for messages.
-            flags: are reduced, too.
-
-        Raises:
-            TypeError: for sparse gradients.
-        """
-        present = []
-        gradients = gradients_of(self.named)
-        with torch.no_grad():
-            for (name, p), x, (dtype, place) in zip(
-                self.named, gradients, self._places, strict=True
-            ):
-                present.append(float(x is not None))
-                part = self._flat[dtype][place].view(p.shape)
-                if x is None:
-                    part.zero_()
-                    continue
-                if x.layout is not torch.strided:  # which this refuses
-                    backend.as_array(x, f"{call}: the gradient of {name!r}")
-                part.copy_(x)
-            numbers = torch.tensor([*present, *flags])
-            self._flat[torch.float32][self._flags] = numbers
-        return list(self._flat.values())
-
-    def assign(self, sums: list[Any], divisor: int) -> list[float]:
-        """Set the gradients that some rank has, and return the flags. Not collective.
-
-        Args:
-            sums: of what `pack` has returned.
-            divisor: divides the gradients.
-        """
-        found = dict(zip(self._flat, sums, strict=True))
-        flags: list[float] = found[torch.float32][self._flags].tolist()
-        for (_, p), (dtype, place), some in zip(
-            self.named, self._places, flags, strict=False
-        ):
-            if some:
-                # From NumPy: parts of one tensor would have one version.
-                part = found[dtype][place].reshape(p.shape)
-                gradient = guests.restore(part, "torch")
-                p.grad = gradient.div_(divisor) if divisor > 1 else gradient
-        return flags
 
     def is_stale(self) -> bool:
         """Return whether gradients are not those that it was begun with."""
@@ -164,19 +104,14 @@ class _Plan:
         for i in order:
             if i in last:
                 continue
-            if nbytes >= min(BUCKET_BYTES, len(members) * _STEP_BYTES):
+            if nbytes >= BUCKET_BYTES:
                 members.append([])
                 nbytes = 0
             members[-1].append(i)
             nbytes += named[i][1].nbytes
         members[-1] += [i for i in order if i in last]
-        count = len(members)
         self.buckets = [
-            _Bucket(
-                [named[i] for i in some],
-                f"bucket {k + 1} of {count}",
-                len(some) + (count if k + 1 == count else 0),
-            )
+            _Bucket([named[i] for i in some], f"bucket {k + 1} of {len(members)}")
             for k, some in enumerate(members)
         ]
         self._bucket_of = {
@@ -254,7 +189,7 @@ class Overlap:
             return
         can_begin = plan.note(parameter)
         while can_begin and not self._holds:
-            self._begin_next(plan, [])
+            self._begin(plan)
             bucket = plan.buckets[plan.next]
             can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
 
@@ -262,33 +197,20 @@ class Overlap:
         self._plan = None
         self._ready = {}
 
-    def _begin(
-        self, plan: _Plan, bucket: _Bucket, flags: list[float], again: str = ""
-    ) -> None:
-        """Begin a bucket. Collective."""
+    def _begin(self, plan: _Plan, flags: list[float] | None = None) -> None:
+        """Begin the next bucket. Collective."""
+        bucket = plan.buckets[plan.next]
+        plan.next += 1
         gradients = gradients_of(bucket.named)
         bucket.taken = [(x, 0 if x is None else _version_of(x)) for x in gradients]
-        group, op = plan.group, self._op
-        call = f"{self._call}, {bucket.text}{again}"
-        try:
-            arrays, error = bucket.pack(call, flags), None
-        except Exception as found:
-            arrays, error = [], found
-
-        def make() -> list[Any] | Started[list[Any]]:
-            with group.guard.checking(call):
-                if error is not None:
-                    raise error
-            if group.custom_ops is not None:
-                sums: list[Any] = group.all_reduce(op, arrays, None, call)
-                return [backend.as_array(x, call)[0] for x in sums]
-            return group.collectives.plans.start(op, arrays, call)
-
-        bucket.handle = begun.begin(group, call, make, warns=False)
-
-    def _begin_next(self, plan: _Plan, flags: list[float]) -> None:
-        plan.next += 1
-        self._begin(plan, plan.buckets[plan.next - 1], flags)
+        named, group, op = bucket.named, plan.group, self._op
+        call = f"{self._call}, {bucket.text}"
+        bucket.handle = begun.begin(
+            group,
+            call,
+            lambda: sums_of(group, named, gradients, op, call, flags or ()),
+            warns=False,
+        )
 
     def reduce(self, group: ReplicaGroup, named: Named, divisor: int) -> None:
         """Replace the gradients by their reductions over the ranks. Collective.
@@ -333,23 +255,26 @@ class Overlap:
         """Begin the buckets that are left, and wait for all of them."""
         *others, last = plan.buckets
         while plan.next < len(others):
-            self._begin_next(plan, [])
+            self._begin(plan)
         # Also how many ranks there are, if the sum of a flag is to say "all".
-        flags = [1.0, *(float(bucket.is_stale()) for bucket in others)]
-        self._begin_next(plan, flags)
-        sums = [_result_of(bucket) for bucket in plan.buckets]
-        full, *stale = last.assign(sums.pop(), divisor)[len(last.named) :]
-        for bucket, again in zip(others, stale, strict=True):
-            if again:
-                self._begin(plan, bucket, [], ", once more")
+        self._begin(plan, [1.0, *(float(bucket.is_stale()) for bucket in others)])
+        sums = [bucket.handle.result() for bucket in plan.buckets if bucket.handle]
+        full, *stale = sums[-1][FLAGS].tolist()
+        for i, bucket in enumerate(others):
+            if stale[i]:
+                call = f"{self._call}, {bucket.text}, once more"
+                gradients = gradients_of(bucket.named)
+                sums[i] = sums_of(plan.group, bucket.named, gradients, self._op, call)
         missing: set[str] = set()
-        for bucket, found, again in zip(others, sums, stale, strict=True):
-            present = bucket.assign(_result_of(bucket) if again else found, divisor)
-            missing.update(
-                name
-                for (name, _), part in zip(bucket.named, present, strict=True)
-                if part < full
-            )
+        for bucket, found in zip(plan.buckets, sums, strict=True):
+            assign(bucket.named, found, divisor)
+            if bucket is not last:
+                present = found[PRESENT].tolist()
+                missing.update(
+                    name
+                    for (name, _), part in zip(bucket.named, present, strict=True)
+                    if part < full
+                )
         plan.restart()
         self._count_stale(plan, any(stale))
         planned = {id(p) for _, p in plan.named}
@@ -380,11 +305,6 @@ class Overlap:
                 "`step`: overlap=False. To clip them use `max_norm`",
                 self._call,
             )
-
-
-def _result_of(bucket: _Bucket) -> list[Any]:
-    assert bucket.handle is not None
-    return bucket.handle.result()
 
 
 def gradients_of(named: Named) -> list[torch.Tensor | None]:

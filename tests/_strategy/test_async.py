@@ -1,7 +1,6 @@
 """Calls that are begun now and end later: all_reduce_async and all_gather_async."""
 
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -16,13 +15,10 @@ from replicas import (
     outcomes,
     raises_everywhere,
     sample,
-    set_deadline,
 )
 
 import mpidist
-from mpidist._agreement.begun import Started
 from mpidist._base import nest
-from mpidist._runtime import begun
 from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
@@ -327,131 +323,3 @@ def test_a_closed_strategy(new_strategy, size):
     assert handle.result() == size
     with pytest.raises(RuntimeError, match="closed"), ctx:
         ctx.all_reduce_async("SUM", 1.0).result()
-
-
-# --- calls whose data are on their way ------------------------------------------------
-
-
-class Sent(Started):
-    """A call whose data are there when the test says so."""
-
-    def __init__(self, number, there, log):
-        self.number, self.there, self.log = number, there, log
-
-    def is_there(self):
-        return self.there.is_set()
-
-    def finish(self):
-        self.log.append(("end", self.number))
-        if self.number == "bad":
-            raise ZeroDivisionError
-        return self.number
-
-    def leak(self):
-        self.log.append(("leak", self.number))
-
-
-@pytest.fixture
-def send(new_strategy, size):
-    """Begin calls that are started; with their strategy, and what happens to them."""
-    if size == 1:
-        pytest.skip("one rank sends nothing")
-    strategy = new_strategy()
-    there, log = threading.Event(), []
-
-    def begin_one(number):
-        def make():
-            if number == "refused":
-                raise ZeroDivisionError
-            log.append(("start", number))
-            return Sent(number, there, log)
-
-        return begun.begin(group_of(strategy), f"call {number}", make, warns=False)
-
-    return strategy, begin_one, there, log
-
-
-def wait_until(holds):
-    end = time.monotonic() + 10
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.001)
-    assert holds()
-
-
-def test_calls_are_started_while_others_are_on_their_way(send):
-    """Four at a time, and they end in their order."""
-    strategy, begin_one, there, log = send
-    handles = [begin_one(n) for n in range(6)]
-    wait_until(lambda: len(log) == 4)
-    time.sleep(0.01)
-    assert log == [("start", n) for n in range(4)]
-    assert not any(handle.done() for handle in handles)
-    there.set()
-    assert [handle.result() for handle in handles] == list(range(6))
-    assert [x for x in log if x[0] == "end"] == [("end", n) for n in range(6)]
-    assert_usable(strategy)
-
-
-def test_calls_begun_later_are_started_at_once(send):
-    """The thread waits for data, and for other calls."""
-    strategy, begin_one, there, log = send
-    one = begin_one(1)
-    wait_until(lambda: log == [("start", 1)])
-    time.sleep(0.02)
-    two = begin_one(2)
-    wait_until(lambda: log == [("start", 1), ("start", 2)])
-    there.set()
-    assert (one.result(), two.result()) == (1, 2)
-    assert_usable(strategy)
-
-
-def test_data_that_come_while_another_call_waits(send, rank, size):
-    """A result is there, although another rank has not come to the next call."""
-    strategy, begin_one, there, _ = send
-    one = begin_one(1)
-    there.set()
-    if rank == size - 1:
-        assert one.result() == 1
-        everywhere(None)  # the others have their results
-    two = begun.begin(
-        group_of(strategy),
-        "a call",
-        lambda: group_of(strategy).all_reduce(mpidist.ReduceOp.SUM, 1.0),
-    )
-    if rank < size - 1:
-        assert one.result() == 1
-        everywhere(None)
-    assert two.result() == size
-    assert_usable(strategy)
-
-
-@pytest.mark.parametrize("bad", ["refused", "bad"])
-def test_an_error_beside_data_on_their_way(send, bad):
-    """At the start of a call, or at its end; those that were started end."""
-    strategy, begin_one, there, log = send
-    handles = [begin_one(n) for n in (1, bad, 2)]
-    wait_until(lambda: len(log) == (1 if bad == "refused" else 3))
-    there.set()
-    assert handles[0].result() == 1
-    with pytest.raises(ZeroDivisionError):
-        handles[1].result()
-    ended = [x for x in log if x[0] == "end"]
-    if bad == "refused":
-        with pytest.raises(ZeroDivisionError):
-            handles[2].result()
-        assert ended == [("end", 1)]
-    else:
-        assert handles[2].result() == 2
-        assert ended == [("end", 1), ("end", "bad"), ("end", 2)]
-    assert_usable(strategy)
-
-
-def test_data_that_do_not_come(send):
-    """At the deadline; MPI may still write to all that was started."""
-    strategy, begin_one, _, log = send
-    set_deadline(strategy, 0.3)
-    handles = [begin_one(n) for n in range(2)]
-    for handle in handles:
-        with pytest.raises(mpidist.CollectiveTimeoutError):
-            handle.result()
-    assert log == [("start", 0), ("start", 1), ("leak", 0), ("leak", 1)]

@@ -222,33 +222,6 @@ def test_other_calls_between_backward_and_step(trains_alike, size):
 
 
 @pytest.mark.usefixtures("several")
-def test_another_call_before_a_bucket_that_some_ranks_have_begun(
-    strategy, torch, mt, rank, size
-):
-    """DistributedDataParallel would wait forever; here all raise, and it says why."""
-    two = Training(torch, mt, strategy, True)
-    for number in range(3):
-        strategy.run(two.step, args=(number,))
-    two.module[8].requires_grad_(rank > 0)  # of the first bucket
-
-    def step():
-        two.optimizer.zero_grad()
-        two.loss().backward()
-        two.note()
-        mpidist.get_replica_context().all_reduce("SUM", 1)
-
-    error = mpidist.CollectiveMismatchError
-    for message in raises_everywhere(error, lambda: strategy.run(step)):
-        assert "make other collective calls after `step()`" in message
-        assert "overlap=False" in message
-    two.module[8].requires_grad_(True)
-    strategy.run(two.step, args=(4,))
-    mine = [p.detach().numpy().tobytes() for p in two.module.parameters()]
-    assert everywhere(mine) == [mine] * size
-    assert_usable(strategy)
-
-
-@pytest.mark.usefixtures("several")
 def test_a_module_that_is_compiled(torch, mt, strategy):
     """Its backward pass is one function, which has torch call the hooks as usual."""
     steps = []
@@ -309,79 +282,6 @@ def test_a_gradient_that_cannot_be_reduced(strategy, torch, mt, rank):
                 assert "to_dense" in message
             optimizer.zero_grad()
     assert_usable(strategy)
-
-
-@pytest.fixture
-def large(torch, mt, new_strategy, monkeypatch, size):
-    """Training with buckets that are on their way together, between nodes."""
-    monkeypatch.setattr(mpidist.torch._overlap, "BUCKET_BYTES", 2**20)
-    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(size))
-    monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
-    strategy = new_strategy()
-
-    def make(overlap):
-        layers = (torch.nn.Linear(600, 600) for _ in range(5))
-        module = torch.nn.Sequential(torch.nn.Linear(8, 600), *layers)
-        return Training(torch, mt, strategy, overlap, module)
-
-    return make
-
-
-@pytest.mark.usefixtures("several")
-def test_large_buckets_between_nodes(large, size, monkeypatch):
-    from mpidist._agreement import begun
-
-    ends = []
-    finish = begun.CollectiveHandle._finish
-    monkeypatch.setattr(
-        begun.CollectiveHandle,
-        "_finish",
-        lambda handle: (ends.append(handle._name), finish(handle)),
-    )
-    found = []
-    for overlap in (False, True):
-        training = large(overlap)
-        for number in range(4):
-            training.strategy.run(training.step, args=(number,))
-        found.append([p.detach().numpy() for p in training.module.parameters()])
-    for x, y in zip(*found, strict=True):
-        if size == 2:
-            assert x.tobytes() == y.tobytes()
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-    mine = [x.tobytes() for x in found[1]]
-    assert everywhere(mine) == [mine] * size
-    if group_of(training.strategy).communicator.num_nodes > 1:  # not threads
-        buckets = [int(x.split()[-3]) for x in ends]
-        assert buckets == sorted(set(buckets)) * 3
-        assert len(buckets) >= 4 * 3
-    assert_usable(training.strategy)
-
-
-@pytest.mark.usefixtures("several")
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_an_exception_beside_large_buckets(large, torch, rank, size, at):
-    """Some are on their way then; the next steps are right on all ranks."""
-
-    def fail(gradient):
-        if failing:
-            raise ZeroDivisionError
-        return gradient
-
-    failing = False
-    two = large(True)
-    two.module[at].weight.register_hook(fail)
-    for number in range(3):
-        two.strategy.run(two.step, args=(number,))
-    failing = rank == size - 1
-    rows = outcomes(lambda: two.strategy.run(two.step, args=(3,)))
-    assert rows.pop().name == "ZeroDivisionError"
-    assert {row.name for row in rows} == {"ReplicaError"}
-    failing = False
-    for number in range(3):
-        two.strategy.run(two.step, args=(number,))
-    mine = [p.detach().numpy().tobytes() for p in two.module.parameters()]
-    assert everywhere(mine) == [mine] * size
-    assert_usable(two.strategy)
 
 
 def test_what_overlap_may_be(strategy, torch, mt):
