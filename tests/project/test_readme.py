@@ -120,7 +120,7 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
         commands = commands_with_output(block.text)
         started = [text for name, text in programs.items() if f" {name}" in block.text]
         for library in ("torch", "jax"):
-            if any(re.search(rf"^import {library}$", x, re.M) for x in started):
+            if any(re.search(rf"^import {library}\b", x, re.M) for x in started):
                 pytest.importorskip(library)
                 if not (in_readme or with_slow):  # they take long to import
                     pytest.skip("slow: MPIDIST_TEST_SLOW=1, as in CI")
