@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
+from mpidist._base import backend, guests
 from mpidist._base.expect import expect
-from mpidist._base.types import Nest
-from mpidist._runtime import context
-from mpidist._values.distributed import is_per_replica
+from mpidist._base.types import HostArray, Nest
+from mpidist._runtime import context, dispatch
+from mpidist._values.distributed import Mirrored, is_per_replica
 from mpidist._values.variable import Variable, storage_of
 
 _PER_REPLICA: Final = (
@@ -18,12 +21,27 @@ _PER_REPLICA: Final = (
     "`strategy.gather(values, axis=0)`"
 )
 
+_MASKED: Final = "write `x.filled(value)`, and give what is masked a weight of 0"
 
-def _array(values: Nest, call: str) -> Any:
-    """Return an array, of any library, unchanged, and anything else as NumPy's."""
+
+def _array(values: Nest, call: str) -> HostArray:
+    """Return real numbers, in an array of any library or a list, as NumPy's."""
     what = "an array, as each replica has one"
     expect(not is_per_replica(values), call, what, values, _PER_REPLICA)
-    return values if hasattr(values, "shape") else np.asarray(values)
+    masked = isinstance(values, np.ma.MaskedArray)
+    expect(not masked, call, "an array without a mask", values, _MASKED)
+    kind = guests.kind_of(values)
+    x: Any = values
+    if kind is not None:
+        x = guests.as_stored(values, kind, call)
+        x = x.host() if isinstance(x, guests.DeviceCopy) else x
+    elif isinstance(values, (Mirrored, Variable)):
+        x, _ = backend.as_array(values, call)
+    x = backend.to_host(x)
+    real = backend.number_kind(x.dtype) in "biuf"
+    expect(real, call, "real numbers", values)
+    found: HostArray = x.astype(np.float32) if backend.is_bfloat16(x.dtype) else x
+    return found
 
 
 class Mean:
@@ -68,35 +86,32 @@ class Mean:
                 each row, whose values are then averaged; 0 leaves them out.
 
         Raises:
-            TypeError: for a PerReplica.
+            TypeError: for a PerReplica, and what is not an array of real numbers.
             ValueError: if the shapes do not match.
             RuntimeError: if it was made outside the scope of this strategy.
         """
-        call = f"{type(self).__name__}.update_state"
-        group = context.current().group
-        if context.has_strategy() and storage_of(self.total).group is not group:
+        self._add(lambda x: x, sample_weight, values)
+
+    @property
+    def _call(self) -> str:
+        return f"{type(self).__name__}.update_state"
+
+    def _add(
+        self, compare: Callable[..., HostArray], sample_weight: Nest, *given: Nest
+    ) -> None:
+        """Add what a comparison of the given arrays returns."""
+        call, group = self._call, storage_of(self.total).group
+        current = context.current().group
+        if context.has_strategy() and group is not current:
             raise RuntimeError(
-                f"{call}: {self.name!r} was not made in the scope of {group}, so each "
-                "rank would have a result of its own; make it in `with "
+                f"{call}: {self.name!r} was not made in the scope of {current}, so "
+                "each rank would have a result of its own; make it in `with "
                 "strategy.scope():`"
             )
-        x = _array(values, call)
-        n = math.prod(x.shape)
-        if sample_weight is None:
-            total, count = float(x.sum()), float(n)
-        else:
-            w = _array(sample_weight, call)
-            rank = len(w.shape)
-            expect(
-                w.shape == x.shape[:rank],
-                call,
-                f"`sample_weight` of shape {tuple(x.shape)}, or of its first axes",
-                sample_weight,
-                error=ValueError,
-            )
-            rows = x.reshape((*w.shape, -1)).mean(-1) if 0 < rank < len(x.shape) else x
-            total = float((rows * w).sum())
-            count = float(w.sum()) if rank else n * float(w)
+        alone = context.is_in_replica(group)
+        with contextlib.nullcontext() if alone else dispatch.checking(group, call):
+            values = compare(*(_array(x, call) for x in given))
+            total, count = _sums(values.astype(np.float64), sample_weight, call)
         self.total.assign_add(total)
         self.count.assign_add(count)
 
@@ -119,6 +134,26 @@ class Mean:
     reset_states = reset_state
 
 
+def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
+    """Return the sum of the values, times their weights, and that of the weights."""
+    if sample_weight is None:
+        return float(x.sum()), float(x.size)
+    w = _array(sample_weight, call).astype(np.float64)
+    expect(
+        w.shape == x.shape[: w.ndim],
+        call,
+        f"`sample_weight` of shape {x.shape}, or of its first axes",
+        sample_weight,
+        error=ValueError,
+    )
+    if not w.ndim:
+        return float(x.sum() * w), float(x.size * w)
+    rows = x
+    if w.ndim < x.ndim:
+        rows = x.reshape(*w.shape, math.prod(x.shape[w.ndim :])).mean(-1)
+    return float((rows * w).sum()), float(w.sum())
+
+
 class _Compared(Mean):
     """The mean of what a comparison of labels and predictions gives."""
 
@@ -126,31 +161,32 @@ class _Compared(Mean):
         self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
     ) -> None:
         """Add a batch: labels and predictions; otherwise as `Mean.update_state`."""
-        call = f"{type(self).__name__}.update_state"
-        true, pred = _array(y_true, call), _array(y_pred, call)
-        super().update_state(self._compare(true, pred), sample_weight)
+        self._add(self._compare, sample_weight, y_true, y_pred)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         """Return a value for each row, or for each element."""
         raise NotImplementedError
 
+    def _of_shape(self, true: Any, shape: tuple[int, ...]) -> Any:
+        """Return the labels with the shape of what they are compared with.
 
-def _of_shape(true: Any, shape: tuple[int, ...]) -> Any:
-    """Return the labels with the shape of what they are compared with.
+        Only axes of length 1 may differ. NumPy would compare shape (n,) and (n, 1) as
+        n * n pairs.
+        """
+        longer = [[n for n in s if n != 1] for s in (true.shape, shape)]
+        what = f"`y_true` of shape {shape}, as `y_pred` has"
+        expect(longer[0] == longer[1], self._call, what, true, error=ValueError)
+        return true.reshape(shape)
 
-    NumPy would compare shape (n,) and (n, 1) as n * n pairs.
-    """
-    fits = math.prod(true.shape) == math.prod(shape)
-    what = f"`y_true` of shape {tuple(shape)}, as `y_pred` has"
-    expect(fits, "update_state", what, true, error=ValueError)
-    return true.reshape(shape)
+    def _difference(self, true: Any, pred: Any) -> Any:
+        return pred.astype(np.float64) - self._of_shape(true, pred.shape)
 
 
 class Accuracy(_Compared):
     """How often predictions equal labels, of the same shape."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return _of_shape(true, pred.shape) == pred
+        return self._of_shape(true, pred.shape) == pred
 
 
 class SparseCategoricalAccuracy(_Compared):
@@ -158,14 +194,14 @@ class SparseCategoricalAccuracy(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         found = pred.argmax(-1)
-        return _of_shape(true, found.shape) == found
+        return self._of_shape(true, found.shape) == found
 
 
 class CategoricalAccuracy(_Compared):
     """How often the largest of the scores is that of the label, a one-hot row."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return _of_shape(true, pred.shape).argmax(-1) == pred.argmax(-1)
+        return self._of_shape(true, pred.shape).argmax(-1) == pred.argmax(-1)
 
 
 class BinaryAccuracy(_Compared):
@@ -183,18 +219,18 @@ class BinaryAccuracy(_Compared):
         self.threshold = threshold
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return _of_shape(true, pred.shape) == (pred > self.threshold)
+        return self._of_shape(true, pred.shape) == (pred > self.threshold)
 
 
 class MeanSquaredError(_Compared):
     """The mean of the squares of the differences of predictions and labels."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return (pred - _of_shape(true, pred.shape)) ** 2
+        return self._difference(true, pred) ** 2
 
 
 class MeanAbsoluteError(_Compared):
     """The mean of the magnitudes of the differences of predictions and labels."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return abs(pred - _of_shape(true, pred.shape))
+        return abs(self._difference(true, pred))

@@ -75,3 +75,60 @@ def test_a_metric_of_no_scope_is_of_one_process(strategy):
         assert "'loss' was not made in the scope of" in message
         assert "`with strategy.scope():`" in message
     assert mean.result() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("Mean", [np.ones(100_000, "float16")], 1.0),
+        ("Mean", [np.zeros((0, 3)), np.zeros(0)], 0.0),
+        ("MeanAbsoluteError", [np.uint8([5]), np.uint8([3])], 2.0),
+        ("MeanAbsoluteError", [np.uint8([3]), np.uint8([5])], 2.0),
+        ("MeanSquaredError", [np.uint8([20]), np.uint8([0])], 400.0),
+        ("MeanAbsoluteError", [np.array([True]), np.array([False])], 1.0),
+    ],
+)
+def test_sums_and_differences_are_of_float64(strategy, kind, given, expected):
+    metric = getattr(mpidist.metrics, kind)()
+    metric.update_state(*given)
+    assert metric.result() == expected
+
+
+@pytest.mark.guests
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_arrays_of_bfloat16(strategy, library):
+    module = pytest.importorskip(library)
+    ones = module.ones(1000, dtype=module.bfloat16)
+    error = mpidist.metrics.MeanAbsoluteError()
+    error.update_state(ones - 1, ones)
+    assert (error.result(), float(error.total)) == (1.0, 1000.0)
+    accuracy = mpidist.metrics.Accuracy()
+    accuracy.update_state(np.ones((1000, 1), int), ones)
+    assert accuracy.result() == 1.0
+
+
+@pytest.mark.parametrize(
+    "value", [None, "abc", {"a": 1}, 1j, [1, None], np.ma.masked_array([1.0], [True])]
+)
+def test_other_values_are_refused(strategy, value):
+    mean = mpidist.metrics.Mean()
+    with pytest.raises(TypeError, match=r"^Mean\.update_state: expected"):
+        mean.update_state(value)
+
+
+def test_shapes_are_equal_apart_from_axes_of_length_1(strategy):
+    accuracy = mpidist.metrics.Accuracy()
+    with pytest.raises(ValueError, match=r"^Accuracy\.update_state: .*\(3, 2\)"):
+        accuracy.update_state(np.zeros((2, 3)), np.zeros((3, 2)))
+    accuracy.update_state(np.zeros((1, 2, 3)), np.zeros((2, 1, 3)))
+    assert float(accuracy.count) == 6.0
+
+
+def test_an_error_on_one_rank_is_one_on_all(strategy):
+    with strategy.scope():
+        accuracy = mpidist.metrics.Accuracy()
+    shape = (2, 3) if strategy.replica_id else (3, 2)
+    for message in raises_everywhere(
+        ValueError, lambda: accuracy.update_state(np.zeros(shape), np.zeros((3, 2)))
+    ):
+        assert "Accuracy.update_state" in message
