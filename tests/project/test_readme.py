@@ -396,7 +396,7 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
     ),
     (r"((?:MPIDIST_\w+=\S+ )*)mpirun -n (\d+) python (\S+\.py)", mpirun),
     (r"mpirun (?:--with-ft ulfm )?-n \d+ python launch/benchmarks (.*)", benchmarks),
-    (r"python (launch/benchmarks/nodes\.py) .*", is_there),
+    (r"python (launch/benchmarks/nodes.py) .*", is_there),
     (r"mpirun -.* python (examples/hello\.py)", mpirun_with_options),
     (r"python (\S+\.py)", python_alone),
     (r"python -m pytest -q (\S+\.py)", pytest_alone),
