@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping
 
 from mpidist._values.variable import Variable
@@ -11,8 +12,9 @@ class Module:
     """A class to derive from: its variables are those among its attributes.
 
     As tf.Module. Attributes are searched in the order of their names, in lists, tuples
-    and dicts too, and in other modules. `mpidist.Checkpoint` saves the variables by the
-    names of the attributes, such as ``model/dense/w``. Not collective.
+    and dicts too, in other modules, and in metrics and optimizers that are built.
+    `mpidist.Checkpoint` saves the variables by the names of the attributes, such as
+    ``model/dense/w``. Not collective.
 
     Args:
         name: of the module; None: that of the class, in lower case.
@@ -44,26 +46,46 @@ class Module:
 
     def __checkpoint_objects__(self) -> dict[str, Variable]:
         """Return the variables by the names of the attributes."""
-        return {
-            name: x for name, x in _parts("", self, set()) if isinstance(x, Variable)
-        }
+        found: dict[str, Variable] = {}
+        for name, x in _parts("", self, set()):
+            if name in found:
+                raise ValueError(f"Module: two of its variables are named {name!r}")
+            if isinstance(x, Variable):
+                found[name] = x
+        return found
 
 
 def _parts(
     name: str, value: object, seen: set[int]
 ) -> Iterator[tuple[str, Variable | Module]]:
     """Yield the modules and variables in a value, each once, with their names."""
-    children: Mapping[str, object] = {}
-    if isinstance(value, (Variable, Module)):
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        yield name, value
-        children = vars(value) if isinstance(value, Module) else {}
+    children: list[tuple[str, object]] = []
+    if isinstance(value, Module):
+        children = sorted(vars(value).items())
     elif isinstance(value, Mapping):
-        children = {str(key): child for key, child in value.items()}
-    elif isinstance(value, (list, tuple)):
-        for i, child in enumerate(value):
-            yield from _parts(f"{name}/{i}", child, seen)
-    for key in sorted(children):
-        yield from _parts(f"{name}/{key}" if name else key, children[key], seen)
+        children = [(str(key), value[key]) for key in sorted(value, key=str)]
+    elif isinstance(value, (list, tuple, collections.deque)):
+        children = [(str(i), child) for i, child in enumerate(value)]
+    elif not isinstance(value, Variable):
+        children = _variables_of(value)
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (Variable, Module)):
+        yield name, value
+    for key, child in children:
+        yield from _parts(f"{name}/{key}" if name else key, child, seen)
+
+
+def _variables_of(value: object) -> list[tuple[str, object]]:
+    """Return the variables of a metric or optimizer, by name or else by number."""
+    try:
+        variables = getattr(value, "variables", None)
+    except RuntimeError:  # of an optimizer before it is built
+        return []
+    if not isinstance(variables, (list, tuple)):
+        return []
+    names = [str(getattr(v, "name", "")) for v in variables]
+    if len(set(names)) < len(names):
+        names = [str(i) for i in range(len(names))]
+    return list(zip(names, variables, strict=True))

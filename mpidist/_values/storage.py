@@ -165,6 +165,11 @@ class VariableStorage:
         """Return the value of the variable."""
         return self.view
 
+    def check_replica_write(self, how: Assignment) -> None:
+        """Raise if `write` would, for want of an aggregation."""
+        if not self.on_read:
+            _require_aggregation(self, how)
+
     def write(self, how: Assignment, value: Nest) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
         _require_aggregation(self, how)

@@ -103,12 +103,6 @@ class Optimizer(Rule):
                 "create it on all ranks, before `strategy.run`"
             )
         super().__init__(kind, name, clipping, shard_state, settings)
-        if isinstance(learning_rate, Variable):
-            raise TypeError(
-                f"{kind}: `learning_rate` is Variable {learning_rate.name!r}; write "
-                "`learning_rate=lambda step: float(variable)` to follow it, or "
-                "`learning_rate=float(variable)` for its value now, as Keras 3 does"
-            )
         self.learning_rate = learning_rate
         self._state: State | None = None  # before it is built
         self._group: ReplicaGroup | None = None
@@ -188,6 +182,12 @@ class Optimizer(Rule):
     @learning_rate.setter
     def learning_rate(self, learning_rate: LearningRate) -> None:
         kind = type(self).__name__
+        if isinstance(learning_rate, Variable):
+            raise TypeError(
+                f"{kind}: `learning_rate` is Variable {learning_rate.name!r}; write "
+                "`learning_rate=lambda step: float(variable)` to follow it, or "
+                "`learning_rate=float(variable)` for its value now, as Keras 3 does"
+            )
         if callable(learning_rate):
             learning_rate = of_step(learning_rate)
         else:
@@ -315,6 +315,8 @@ class Optimizer(Rule):
                 gradients, variables = split_pairs(pairs)
                 check_variables(variables, APPLY, self._index)
                 group = group_for(variables, self._group, APPLY)
+                if global_step is not None and context.is_in_replica(group):
+                    storage_of(global_step).check_replica_write("assign_add")
             except Exception as error:
                 group_among(pairs, self._group).collectives.invalid(APPLY, error)
             skip = skip_gradients_aggregation or not experimental_aggregate_gradients

@@ -1,5 +1,7 @@
 """`Module`: variables are found among attributes, and saved by their names."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -46,3 +48,27 @@ def test_variables_are_found_and_saved_by_attribute(strategy, folder):
         "model/more/x/0",
     ]
     assert not last.b.numpy().any()
+
+
+def test_containers_that_are_anywhere(strategy):
+    with strategy.scope():
+        model = mpidist.Module()
+        model.parts = collections.deque([mpidist.Variable(0, name="v")])
+        model.parts.append(model.parts)
+        assert [v.name for v in model.variables] == ["v"]
+        model.keys = {1: mpidist.Variable(0), "1": mpidist.Variable(0)}
+        with pytest.raises(ValueError, match="two of its variables are named 'keys/1'"):
+            _ = model.variables
+
+
+def test_variables_of_metrics_and_optimizers(strategy):
+    with strategy.scope():
+        model = mpidist.Module()
+        model.loss = mpidist.metrics.Mean("m")
+        model.optimizer = mpidist.optimizers.SGD(0.1)
+        w = model.w = mpidist.Variable(np.ones(2), name="w")
+        names = ["loss/m/total", "loss/m/count"]
+        assert list(model.__checkpoint_objects__()) == [*names, "w"]
+        model.optimizer.build([w])
+        assert list(model.__checkpoint_objects__())[2] == "optimizer/sgd/iterations"
+        assert model.trainable_variables == (w,)

@@ -596,3 +596,23 @@ def test_dtypes_and_packs(new_strategy, rank, size, bytes_per_pack):
     for variable in variables:
         assert variable.numpy().astype(float).tolist() == [[1 - total / 2] * 4] * 3
     assert_equal_copies(strategy, [*variables, *optimizer.variables])
+
+
+def test_a_variable_is_refused_as_a_rate_that_is_assigned():
+    optimizer = SGD(0.1)
+    with pytest.raises(TypeError, match="learning_rate=float"):
+        optimizer.learning_rate = mpidist.Variable(0.5, name="rate")
+    assert optimizer.learning_rate == 0.1
+
+
+@mpi
+def test_a_step_counter_that_cannot_count_is_refused_before_the_step(new_strategy):
+    strategy = new_strategy()
+    with strategy.scope():
+        w, count = mpidist.Variable(np.ones(2)), mpidist.Variable(0)
+        optimizer = SGD(0.5)
+    with pytest.raises(ValueError, match="specify an aggregation"):
+        strategy.run(
+            lambda: optimizer.apply_gradients([(np.ones(2), w)], global_step=count)
+        )
+    np.testing.assert_array_equal(w.numpy(), [1.0, 1.0])
