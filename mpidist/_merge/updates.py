@@ -64,7 +64,7 @@ _LONGEST_SECONDS: Final = 0.25
 class _Effect:
     """The effect of one update, for the message if ranks differ."""
 
-    update: Update
+    update: Update  # without its arguments
     arguments: str  # "" if they are known to be the same on all ranks
     unreduced: str  # which of them are each replica's own
     structure: str = nest.LEAF  # of the result
@@ -153,7 +153,8 @@ class UpdateBatch(SectionResult):
             result = update.run()
         if self.open:
             unreduced = "" if self._writes.kept is None else update.unreduced()
-            effect = _Effect(update, arguments, unreduced)
+            called = update._replace(args=(), kwargs=None)  # arguments may be large
+            effect = _Effect(called, arguments, unreduced)
             if result is not None and type(result) is not Variable:
                 leaves, shape = nest.flatten(result)
                 effect.structure = str(shape)

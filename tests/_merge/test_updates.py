@@ -6,6 +6,7 @@ Each test runs where the ranks share memory, and by MPI alone.
 import collections
 import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 LAST = "the last rank raises"
 calls = collections.Counter()  # of this rank's functions
+arguments, alive = [], []
 
 
 def last_replica():
@@ -66,6 +68,13 @@ def run_merge(strategy, merge_fn, *args):
     return outcomes(lambda: merge(strategy, merge_fn, *args))
 
 
+def count_alive(variable, array, *, more):
+    """Count the arrays of updates that are alive on this rank."""
+    variable.assign_add(array[:3])
+    arguments.extend(map(weakref.ref, (array, more)))
+    alive.append(sum(ref() is not None for ref in arguments))
+
+
 # --- many updates -------------------------------------------------------------------
 
 
@@ -87,6 +96,23 @@ def test_many_updates_in_a_row(strategy, size, length):
     assert_mirrored(strategy, v, np.full(3, 50.0 - size * 49 * 50 / 2))
     assert_mirrored(strategy, w, np.full((2, 2), 100.0))
     assert_usable(strategy)
+
+
+@pytest.mark.processes
+def test_arguments_are_dropped_after_their_update(strategy):
+    v = make(strategy, np.zeros(3))
+    arguments.clear()
+    alive.clear()
+
+    def merge_fn(distribution):
+        for _ in range(12):
+            args, kwargs = (np.ones(5000),), {"more": np.ones(5000)}
+            distribution.extended.update(v, count_alive, args, kwargs)
+            del args, kwargs
+
+    merge(strategy, merge_fn)
+    assert alive == [2] * 12
+    assert_mirrored(strategy, v, np.full(3, 12.0))
 
 
 def test_a_function_is_sent_again_where_it_is_another_one(strategy, size):
