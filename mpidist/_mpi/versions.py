@@ -58,7 +58,7 @@ from mpidist._version import __version__
 
 _logger: Final = logging.getLogger("mpidist")
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2  # of "about" too
 _CALL: Final = "MPIStrategy(...)"
 _OTHER_FORMAT: Final = "format of this agreement"
 _SHOWN: Final = 80
@@ -148,7 +148,7 @@ def judge(
             f"that depend on it; {ADVICE}. `mpidist check` compares them"
         )
         return said, CollectiveMismatchError(on_rank(rank, message))
-    floats = floats_that_differ([one["floats"] for one in said])
+    floats = floats_that_differ([one.get("floats", "") for one in said])
     if rank == 0 and floats:
         reporting.log(_logger, logging.WARNING, "mpidist: %s", floats)
     if rank == 0:

@@ -37,7 +37,7 @@ def test_ranks_of_one_environment_fit():
 def test_the_text_is_plain():
     text = versions.write()
     found = json.loads(text.decode("ascii"))
-    assert found["format"] == 1
+    assert found["format"] == 2
     assert (found["about"]["core"], found["problem"]) == (versions.has_core(), "")
     assert set(found["must"]) == {
         "Python",
@@ -70,9 +70,9 @@ def test_each_thing_that_must_be_equal_is_compared(name):
         b"",
         b"\x80\x04}\x94.",  # a pickle
         b"[]",
-        b'{"format": 1}',
-        b'{"format": 2, "must": {"mpidist": "9.0"}, "problem": ""}',
-        b'{"format": 1, "must": [], "core": false, "problem": ""}',
+        b'{"format": 2}',
+        b'{"format": 3, "must": {"mpidist": "9.0"}, "problem": ""}',
+        b'{"format": 2, "must": [], "core": false, "problem": ""}',
         "{}é".encode("latin-1"),
     ],
 )
@@ -83,6 +83,18 @@ def test_a_text_that_can_not_be_read_differs(strange):
         assert "format of this agreement" in str(error)
     if b"9.0" in strange:
         assert f"mpidist: 9.0 on rank 0; {mpidist.__version__} on rank 1" in str(error)
+
+
+def test_the_text_of_an_older_build_of_the_same_version_differs():
+    older = json.loads(versions.write())
+    del older["about"]["floats"]
+    older["format"] = 1
+    for about in ({}, older["about"]):
+        text = json.dumps({**older, "about": about}).encode()
+        for ranks in ([*texts({}), text], [text, *texts({})]):
+            _, error = versions.judge(0, ranks)
+            assert type(error) is CollectiveMismatchError
+            assert "format of this agreement" in str(error)
 
 
 def test_the_problem_of_one_rank_is_raised_on_all():
