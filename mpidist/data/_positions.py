@@ -112,7 +112,9 @@ class PositionedIterator(collections.abc.Iterator[Nest]):
     def __next__(self) -> Nest:
         found, element = self._step("next(iterator)")
         if not found:
-            raise _EndOfInputError(self._end_text("next(iterator)"))
+            error = _EndOfInputError(self._end_text("next(iterator)"))
+            error.value = None  # of `x = yield from iterator`
+            raise error
         return element
 
     def get_next(self) -> Nest:
