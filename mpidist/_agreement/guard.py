@@ -161,13 +161,15 @@ class Guard(SharedState):
         self._agree(call, value, timeout=timeout)
         return bool(self.channel.verdict[2])
 
-    def agree_on_largest(self, call: Call, value: int) -> tuple[int, bool]:
+    def agree_on_largest(
+        self, call: Call, value: int, compared: int | None = None
+    ) -> tuple[int, bool]:
         """As `agree`; return the largest ``value``, and whether all are the same.
 
         Also with the guard off, since the caller needs what it returns. ``value`` is 0
-        or more.
+        or more. With ``compared``: whether all of those are the same instead.
         """
-        self._agree(call, value, value)
+        self._agree(call, value if compared is None else compared, value)
         verdict = self.channel.verdict
         return verdict[4], bool(verdict[2])
 

@@ -89,8 +89,9 @@ class DistributedDataset:
             if feed.checked:
                 text += ", compared (MPIDIST_DEBUG)"
             sample = 0 if feed.by_file else stage.sample()
-        _, same = collectives.guard.agree_on_largest(Call(text), sample)
-        if not same:
+        unknown = int(not sample)
+        unknown, same = collectives.guard.agree_on_largest(Call(text), unknown, sample)
+        if not (same or unknown):
             warnings.warn(
                 on_rank(collectives.comm.rank, f"{call}: {_DIFFERENT_ROWS}"),
                 RuntimeWarning,

@@ -99,7 +99,7 @@ class Stage:
         raise NotImplementedError
 
     def sample(self) -> int:
-        """Return a checksum of some rows of arrays in memory; 0 if there are none."""
+        """Return a checksum of some rows of arrays in memory; 0: it has none."""
         return 0
 
     def shuffle_seeds(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
+import tracemalloc
 
 import numpy as np
 import posing
@@ -15,7 +16,7 @@ import mpidist
 from mpidist import data
 from mpidist._base import shuffle_seeds
 from mpidist._strategy.strategy import group_of
-from mpidist.data import ArraySpec, AutoShardPolicy, Dataset
+from mpidist.data import ArraySpec, AutoShardPolicy, Dataset, _sources
 from mpidist.data._rows import split_as_it_comes, split_by_plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
@@ -750,3 +751,73 @@ def test_arrays_that_differ_between_ranks_warn(strategy, rank, size):
             assert "`strategy.distribute_datasets_from_function(fn)`" in message
     dataset = Dataset.from_tensor_slices(permuted).batch(4)
     strategy.distribute_datasets_from_function(lambda _: dataset)
+
+
+class Plain:
+    """Its repr contains its address."""
+
+
+def check_sample(distribute, rows):
+    """Distribute them, where a warning is an error; return their sample."""
+    dataset = Dataset.from_tensor_slices(rows)
+    distribute(dataset.batch(2))
+    return dataset._stage.sample()
+
+
+def test_structured_arrays_and_objects_are_not_compared(strategy, rank):
+    distribute = strategy.experimental_distribute_dataset
+    for dtype in ("i4,f8", "f8,f8", "u1,i8,f8", "V12"):
+        assert check_sample(distribute, np.zeros(6, dtype)) == 0
+    objects = np.array([Plain() for _ in range(6)], object)
+    assert check_sample(distribute, objects) == 0
+    for rows in (np.array(["a", "bc"]), np.zeros(4, "M8[s]"), np.ones(4, "c8")):
+        assert check_sample(distribute, rows) > 0
+
+
+def test_zeros_of_either_sign_and_byte_orders_are_the_same(strategy, rank):
+    zeros = np.zeros((4, 2)) * (-1 if rank else 1)
+    rows = {"a": zeros.astype("<f4" if rank else ">f4"), "b": zeros * (1 + 1j)}
+    assert check_sample(strategy.experimental_distribute_dataset, rows) > 0
+
+
+@pytest.mark.processes
+def test_a_sample_of_large_rows_copies_little(strategy):
+    rows = np.zeros((2**20, 32), np.uint8).T  # not in C order
+    dataset = Dataset.from_tensor_slices({"a": rows, "b": rows[:, None]})
+    tracemalloc.start()
+    try:
+        assert dataset._stage.sample() > 0
+        assert tracemalloc.get_traced_memory()[1] < 2**19
+    finally:
+        tracemalloc.stop()
+    other = rows.copy()
+    other[31, 0] = 1
+    assert Dataset.from_tensor_slices(other)._stage.sample() != (
+        Dataset.from_tensor_slices(rows)._stage.sample()
+    )
+
+
+@pytest.mark.processes
+def test_a_sample_that_fails_on_one_rank_is_no_alarm(strategy, rank, size, monkeypatch):
+    def fail(*args):
+        raise MemoryError("no room")
+
+    if rank == size - 1:
+        monkeypatch.setattr(_sources, "_starts", fail)
+    rows = np.arange(8.0) + rank
+    sample = check_sample(strategy.experimental_distribute_dataset, rows)
+    assert (sample == 0) == (rank == size - 1)
+
+
+def test_the_end_of_an_iterator_is_no_value(strategy):
+    def read(iterator):
+        return (yield from iterator)
+
+    dataset = Dataset.range(2).batch(2)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    for one in (dataset, distributed):
+        reader = read(iter(one))
+        next(reader)
+        with pytest.raises(StopIteration) as end:
+            next(reader)
+        assert end.value.value is None
