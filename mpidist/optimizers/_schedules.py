@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from mpidist._values.variable import Variable
+
 Rate = float | Callable[[int], float]
 LearningRate = Rate | Callable[[], float]
 """What users may give; `of_step` makes a function of the step of the last."""
@@ -25,9 +27,9 @@ class AssignableRate(float):
 
     _assign: Callable[[LearningRate], None]
 
-    def assign(self, value: LearningRate) -> None:
-        """Set the learning rate, as ``optimizer.learning_rate = value`` does."""
-        self._assign(value)
+    def assign(self, value: LearningRate | Variable) -> None:
+        """Set the learning rate, to the present value if ``value`` is a Variable."""
+        self._assign(float(value) if isinstance(value, Variable) else value)
 
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
         return float, (float(self),)
