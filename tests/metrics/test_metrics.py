@@ -124,6 +124,7 @@ def test_shapes_are_equal_apart_from_axes_of_length_1(strategy):
     assert float(accuracy.count) == 6.0
 
 
+@pytest.mark.one_size
 def test_an_error_on_one_rank_is_one_on_all(strategy):
     with strategy.scope():
         accuracy = mpidist.metrics.Accuracy()

@@ -3,6 +3,7 @@
 They check their results themselves; some need an even number of replicas.
 """
 
+import logging
 import re
 import subprocess
 from pathlib import Path
@@ -13,6 +14,14 @@ from launching import ROOT
 PROGRAMS = sorted(Path(__file__).with_name("tensorflow").glob("*.py"))
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2)]
+
+
+@pytest.fixture
+def root_level():
+    """Set the level of the root logger back: programs set it."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
 
 
 def ported(path, script):
@@ -26,6 +35,7 @@ def ported(path, script):
 # One value of each process, where one process has all.
 @pytest.mark.filterwarnings("ignore:.*experimental_local_results:RuntimeWarning")
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("root_level")
 def test_it_runs_and_is_right(path, strategy, folder):
     page = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
     text = ported(path, re.search(r"```sed\n(.*?)```", page, re.DOTALL)[1])
