@@ -2,11 +2,11 @@
 
     torch_overlap.py [HOSTS [MBITS [STEPS [MB...]]]]
 
-makes HOSTS virtual hosts (2) of one rank each, at MBITS (1000; 0: without limit) and
-0.2 ms, with the MPI of this Python's environment, and prints a table of medians, in
-milliseconds, of the slowest rank; steps of each kind alternate, at most STEPS (20). The
-hosts are those of tests/hosts.py: Linux namespaces, which take root. On a cluster, or
-on one node, run the ranks yourself:
+makes HOSTS virtual hosts (2) of one rank each, at MBITS (1000; 0: without limit), with
+the MPI of this Python's environment, and prints a table of medians, in milliseconds, of
+the slowest rank; steps of each kind alternate, at most STEPS (20). The hosts are those
+of tests/hosts.py: Linux namespaces, which take root. On a cluster, or on one node, run
+the ranks yourself:
 
     mpirun -n 2 python launch/benchmarks/torch_overlap.py --rank STEPS [MB...]
 

@@ -385,7 +385,9 @@ class Strategy:
         """
         return local_results(self._group, value)
 
-    unwrap = experimental_local_results
+    def unwrap(self, value: Nest) -> tuple[Nest, ...]:
+        """Return the local components; see `experimental_local_results`."""
+        return self.experimental_local_results(value)
 
     def group(self, value: Nest, name: str | None = None) -> None:
         """Return None: calls are synchronous, so there is nothing to wait for.

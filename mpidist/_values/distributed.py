@@ -44,9 +44,11 @@ class DistributedValues(Components, Generic[Own]):
         fits = isinstance(values, (list, tuple))
         expect(fits, name, "a list or tuple of components", values)
         group = context.current().group
-        what = f"one component for each of the {group.num_replicas} replicas of {group}"
         if len(values) != group.num_replicas:
-            raise ValueError(f"{name}: expected {what}, got {len(values)}")
+            raise ValueError(
+                f"{name}: expected one component for each of the "
+                f"{group.num_replicas} replicas of {group}, got {len(values)}"
+            )
         self._all = tuple(values)
         self._replica_id = group.replica_id
         self._num_replicas = len(values)

@@ -32,6 +32,16 @@ def test_the_number_of_gpus_is_that_of_the_ranks(strategy):
         )
 
 
+def test_unwrap_is_the_local_results_of_a_subclass_too(strategy):
+    class Own(mpidist.MPIStrategy):
+        def experimental_local_results(self, value):
+            return "own", value
+
+    own = Own()
+    assert own.unwrap(3) == ("own", 3)
+    own.close()
+
+
 def test_local_results_of_a_mirrored_strategy_warn_once(strategy):
     mirrored = mpidist.MirroredStrategy()
     for made, warns in ((strategy, False), (mirrored, True), (mirrored, False)):
