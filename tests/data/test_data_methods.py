@@ -636,8 +636,8 @@ def test_map_runs_ahead_by_its_threads_and_not_farther():
     assert taken == [0, 1, 2, 3, 4]
     results.close()
     wait_for_no_thread()
-    assert sorted(started) == list(range(len(started)))
-    assert len(started) <= 5
+    assert len(started) == len(set(started))
+    assert set(started) <= set(taken)  # close() drops what no thread has begun, in any order
 
 
 @pytest.mark.parametrize(
