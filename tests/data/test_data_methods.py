@@ -637,7 +637,8 @@ def test_map_runs_ahead_by_its_threads_and_not_farther():
     results.close()
     wait_for_no_thread()
     assert len(started) == len(set(started))
-    assert set(started) <= set(taken)  # close() drops what no thread has begun, in any order
+    # close() drops what no thread has begun, in any order.
+    assert set(started) <= set(taken)
 
 
 @pytest.mark.parametrize(
