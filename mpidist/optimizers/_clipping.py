@@ -72,58 +72,34 @@ def clip_by_global_norm(
     return structure.unflatten(clipped), norm
 
 
-class Clipping:
-    """How an optimizer limits summed gradients.
-
-    Args:
-        kind: of the optimizer, for messages.
-        clipnorm: the maximum norm of each gradient.
-        clipvalue: the maximum magnitude of each element.
-        global_clipnorm: the maximum norm of all gradients together.
-
-    Attributes:
-        settings: the one that is not None, by its name.
+def check_limits(kind: str, **limits: float | None) -> dict[str, float]:
+    """Return the limit of gradients that is not None, by its name.
 
     Raises:
         TypeError, ValueError: if it is not one number greater than 0.
     """
+    given = {name: x for name, x in limits.items() if x is not None}
+    if len(given) > 1:
+        names = " and ".join(f"`{name}`" for name in given)
+        raise ValueError(f"{kind}: got {names}; leave out all but one")
+    return {name: _limit(kind, name, x) for name, x in given.items()}
 
-    def __init__(
-        self,
-        kind: str,
-        clipnorm: float | None,
-        clipvalue: float | None,
-        global_clipnorm: float | None,
-    ) -> None:
-        limits = {
-            "clipnorm": clipnorm,
-            "clipvalue": clipvalue,
-            "global_clipnorm": global_clipnorm,
-        }
-        given = {name: x for name, x in limits.items() if x is not None}
-        if len(given) > 1:
-            names = " and ".join(f"`{name}`" for name in given)
-            raise ValueError(f"{kind}: got {names}; leave out all but one")
-        self.settings: dict[str, float] = {
-            name: _limit(kind, name, x) for name, x in given.items()
-        }
-        self.clipvalue: float | None = self.settings.get("clipvalue")
 
-    def scratch(self, arrays: Sequence[Array]) -> Array:
-        """Return the memory that `scales` needs."""
-        needs_none = self.clipvalue is not None or not self.settings
-        return _NOTHING if needs_none else norm_scratch(arrays)
+def scales_for(
+    limits: dict[str, float], arrays: Sequence[Array], scratch: Array
+) -> list[Array]:
+    """Return the factor of each gradient, by `clipnorm` or `global_clipnorm`.
 
-    def scales(self, arrays: Sequence[Array], scratch: Array) -> Sequence[Array | None]:
-        """Return the factor of each gradient; None for 1."""
-        limit = self.settings.get("clipnorm")
-        if limit is not None:
-            return [clip_scale(global_norm([x], scratch), limit) for x in arrays]
-        scale = None
-        limit = self.settings.get("global_clipnorm")
-        if limit is not None:
-            scale = clip_scale(global_norm(arrays, scratch), limit)
-        return [scale] * len(arrays)
+    Args:
+        limits: from `check_limits`.
+        arrays: the gradients.
+        scratch: from `norm_scratch`.
+    """
+    limit = limits.get("clipnorm")
+    if limit is not None:
+        return [clip_scale(global_norm([x], scratch), limit) for x in arrays]
+    norm = global_norm(arrays, scratch)
+    return [clip_scale(norm, limits["global_clipnorm"])] * len(arrays)
 
 
 def _limit(call: str, argument: str, value: object) -> float:

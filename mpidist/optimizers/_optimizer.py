@@ -21,15 +21,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 import weakref
 from collections.abc import Hashable, Iterable
-from typing import Final, NoReturn, TypeAlias
+from typing import ClassVar, Final, NoReturn, TypeAlias
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, threads
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import HostArray
+from mpidist._base.types import Array, HostArray
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import Variable, array_of, storage_of
@@ -37,18 +38,16 @@ from mpidist.optimizers._arguments import (
     APPLY,
     Gradient,
     check_variables,
-    collect,
     group_among,
     group_for,
-    is_cross_replica,
     listed,
     number,
     split_pairs,
 )
-from mpidist.optimizers._gradient_sum import find_plan, sum_gradients
-from mpidist.optimizers._rule import Rule
+from mpidist.optimizers._clipping import check_limits
+from mpidist.optimizers._gradients import collect, find_plan, sum_gradients
 from mpidist.optimizers._schedules import AssignableRate, LearningRate, Rate, of_step
-from mpidist.optimizers._state import State
+from mpidist.optimizers._state import Block, Numbers, State
 
 _BUILD: Final = "Optimizer.build"
 _NAME: Final = "`name` to be a str"
@@ -64,7 +63,7 @@ _known: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
 
 
 @explain_attributes
-class Optimizer(Rule):
+class Optimizer:
     """The base class of `SGD`, `Adam`, `AdamW` and `RMSprop`.
 
     Gradients are summed over the replicas: divide the loss of each replica by the
@@ -88,6 +87,10 @@ class Optimizer(Rule):
     each rank needs memory for the whole state.
     """
 
+    _slot_names: ClassVar[tuple[str, ...]] = ()
+    # Of the settings that are numbers: what they have to be less than.
+    _limits: ClassVar[dict[str, float]] = {}
+
     def __init__(
         self,
         learning_rate: LearningRate,
@@ -102,7 +105,19 @@ class Optimizer(Rule):
                 f"{kind}: an optimizer created in merge_fn exists on rank 0 only; "
                 "create it on all ranks, before `strategy.run`"
             )
-        super().__init__(kind, name, clipping, shard_state, settings)
+        expect(name is None or isinstance(name, str), kind, _NAME, name)
+        self._name = name or kind.lower()
+        self._shard_state = bool(shard_state)
+        self._settings: dict[str, float] = {
+            key: _check_setting(kind, key, x, self._limits.get(key))
+            for key, x in settings.items()
+        }
+        names = ("clipnorm", "clipvalue", "global_clipnorm")
+        given = dict(zip(names, clipping, strict=True))
+        self._clipping: dict[str, float] = check_limits(kind, **given)
+        self._not_decayed: list[str] = []  # regular expressions
+        self._not_decayed_variables: list[Variable] = []
+        self._describe_settings()
         self.learning_rate = learning_rate
         self._state: State | None = None  # before it is built
         self._group: ReplicaGroup | None = None
@@ -217,10 +232,10 @@ class Optimizer(Rule):
         try:
             given.extend(variables)
             check_variables(given, _BUILD, self._index)
-            group = group_for(given, self._group, _BUILD)
+            group, is_cross_replica = group_for(given, self._group, _BUILD)
         except Exception as error:
             group_among(given, self._group).collectives.invalid(_BUILD, error)
-        if is_cross_replica(group):
+        if is_cross_replica:
             reference = self._reference()
             dispatch.perform(group, "build_optimizer", reference, given, call=_BUILD)
         else:
@@ -257,7 +272,9 @@ class Optimizer(Rule):
                 "exclude_from_weight_decay: the optimizer has been built; call it "
                 "before `build` and the first `apply_gradients`"
             )
-        self._exclude(list(var_list or ()), list(var_names or ()))
+        self._not_decayed_variables += var_list or ()
+        self._not_decayed += var_names or ()
+        self._describe_settings()
 
     def apply_gradients(
         self,
@@ -309,18 +326,21 @@ class Optimizer(Rule):
         try:
             try:
                 pairs.extend(grads_and_vars)
-                expect(name is None or isinstance(name, str), APPLY, _NAME, name, _STEP)
-                steps = global_step is None or isinstance(global_step, Variable)
-                expect(steps, APPLY, _GLOBAL_STEP, global_step)
+                if name is not None:
+                    expect(isinstance(name, str), APPLY, _NAME, name, _STEP)
+                if global_step is not None:
+                    is_variable = isinstance(global_step, Variable)
+                    expect(is_variable, APPLY, _GLOBAL_STEP, global_step)
                 gradients, variables = split_pairs(pairs)
                 check_variables(variables, APPLY, self._index)
-                group = group_for(variables, self._group, APPLY)
+                found = group_for(variables, self._group, APPLY)
+                group, is_cross_replica = found
                 if global_step is not None and context.is_in_replica(group):
                     storage_of(global_step).check_replica_write("assign_add")
             except Exception as error:
                 group_among(pairs, self._group).collectives.invalid(APPLY, error)
             skip = skip_gradients_aggregation or not experimental_aggregate_gradients
-            if is_cross_replica(group):
+            if is_cross_replica:
                 reference = self._reference()
                 dispatch.perform(group, APPLY, reference, gradients, variables, skip)
             else:
@@ -331,6 +351,48 @@ class Optimizer(Rule):
         if global_step is not None:
             global_step.assign_add(1)
         return self.iterations
+
+    # --- to be defined by subclasses --------------------------------------------
+
+    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
+        """Return the numbers that the update of a variable needs.
+
+        Args:
+            step: the number of this step, from 1.
+            rate: its learning rate.
+            decays: whether the weights of the variable decay.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
+        """Change a block of a variable and of its slots in place.
+
+        Args:
+            w: the block of the variable, float32 or wider: its own array, or a copy.
+            g: the block of its gradient; do not write to it.
+            block: its slots and scratch memory.
+            constants: from `_constants`.
+        """
+        raise NotImplementedError
+
+    # ----------------------------------------------------------------------------
+
+    def _describe_settings(self) -> None:
+        """Note all settings except the learning rate, the same on all ranks."""
+        settings: dict[str, object] = {**self._settings, **self._clipping}
+        if self._shard_state:
+            settings["shard_state"] = True
+        if self._not_decayed:
+            settings["not_decayed"] = self._not_decayed
+        settings["name"] = self._name
+        inner = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+        self._text = f"{type(self).__name__}({inner})"
+
+    def _decays(self, variable: Variable) -> bool:
+        if any(variable is excluded for excluded in self._not_decayed_variables):
+            return False
+        return not any(re.search(name, variable.name) for name in self._not_decayed)
 
     def _built(self, what: str) -> State:
         if self._state is None:
@@ -414,20 +476,19 @@ class Optimizer(Rule):
         state = self._built(APPLY)
         try:  # what can fail on one rank alone
             state.check_known(given.variables, APPLY)
-            to_sum = [given.arrays[i] for i in given.summed]
-            plan = find_plan(group, to_sum)
+            plan = find_plan(group, given)
             step = int(array_of(state.iterations).item())
             rate = self._rate(step)
             constants = (
                 self._constants(step + 1, rate, False),
                 self._constants(step + 1, rate, True),
             )
-            scratch = self._clipping.scratch(given.arrays)
-            state.prepare()
+            state.prepare(self._clipping, given.arrays)
             text = APPLY
             if group.guard.checks:
                 keys = [f"#{storage_of(v).key[0]}" for v in given.variables]
-                gradients_text = plan.call.text if plan else f"{len(to_sum)} gradients"
+                many = len(given.summed)
+                gradients_text = plan.call.text if plan else f"{many} gradients"
                 text += (
                     f" of {self._text} at step {step} with learning_rate={rate!r}: "
                     f"{gradients_text} for {' '.join(keys)}"
@@ -437,13 +498,17 @@ class Optimizer(Rule):
                 text += f", given {summaries} (which are not per replica)"
         except Exception as error:
             collectives.invalid(APPLY, error)
-        summed = [given.variables[i] for i in given.summed]
-        sums = sum_gradients(group, plan, Call(text), to_sum, summed)
+        sum_gradients(group, plan, Call(text), given)
         # From here on nothing fails on one rank alone.
-        for place, x in zip(given.summed, sums, strict=True):
-            given.arrays[place] = x
-        state.update(self._step, constants, self._clipping, scratch, given)
+        state.update(self._step, constants, self._clipping, given)
         state.share(given.variables, f"{APPLY} of {self._name}, sharing the parts")
+
+
+def _check_setting(kind: str, key: str, x: float, limit: float | None) -> float:
+    if limit is None:
+        return bool(x)
+    which = f"0 or more{f' and below {limit:g}' if limit < math.inf else ''}"
+    return number(kind, key, x, lambda x: 0 <= x < limit, which)
 
 
 def _check_rate(call: str, rate: object) -> float:

@@ -9,8 +9,8 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array
 from mpidist.optimizers._arguments import array_functions
 from mpidist.optimizers._optimizer import Optimizer
-from mpidist.optimizers._rule import Block, Numbers
 from mpidist.optimizers._schedules import LearningRate
+from mpidist.optimizers._state import Block, Numbers
 
 
 class SGD(Optimizer):

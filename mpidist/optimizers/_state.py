@@ -6,8 +6,9 @@ operations of a step read and write memory once. All blocks share their scratch 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,14 +22,33 @@ from mpidist._values.arguments import check_attributes
 from mpidist._values.divided import Part
 from mpidist._values.variable import InitialCopy, Variable, array_of, storage_of
 from mpidist.optimizers._arguments import (
-    GivenGradients,
     array_functions,
     compute_dtype,
     listed,
     unique,
 )
-from mpidist.optimizers._clipping import Clipping, blocks
-from mpidist.optimizers._rule import Block, Numbers
+from mpidist.optimizers._clipping import blocks, norm_scratch, scales_for
+from mpidist.optimizers._gradients import GivenGradients
+
+Numbers = tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of a variable and of its slots, and scratch memory: all flat.
+
+    ``t``, ``u`` and ``wide`` are scratch memory of the same size. ``u`` may be the
+    gradient itself: write to it only in or after the last use of that. ``wide`` is None
+    if the step is computed in the variable's own dtype.
+    """
+
+    part: slice
+    w: Array
+    slots: tuple[Array, ...]
+    t: Array
+    u: Array
+    wide: Array | None
+
 
 Formula = Callable[[Array, Array, Block, Numbers], None]
 """`Optimizer._step` of a class."""
@@ -151,6 +171,7 @@ class State:
         self._decayed = decayed
         self.index = {id(variable): i for i, variable in enumerate(variables)}
         self._blocks: list[list[Block]] = []  # made by the first step
+        self._scratch: Array = np.empty(0)  # for norms of gradients
 
     def _own_parts(self) -> list[slice]:
         """Return the elements of each variable that this rank changes."""
@@ -209,17 +230,23 @@ class State:
             if name in arrays
         ]
 
-    def prepare(self) -> None:
-        """Allocate the memory that steps need."""
+    def prepare(self, limits: dict[str, float], arrays: list[Array]) -> None:
+        """Allocate the memory that a step needs.
+
+        Args:
+            limits: of the gradients, from `check_limits`.
+            arrays: the gradients.
+        """
         if not self._blocks:
             self._blocks = _lay_out(self.variables, self.slots, self._parts)
+        if limits and "clipvalue" not in limits:
+            self._scratch = norm_scratch(arrays)
 
     def update(
         self,
         formula: Formula,
         constants: tuple[Numbers, Numbers],
-        clipping: Clipping,
-        scratch: Array,
+        limits: dict[str, float],
         given: GivenGradients,
     ) -> None:
         """Apply one step to this rank's part. Not collective, and does not fail.
@@ -227,19 +254,20 @@ class State:
         Args:
             formula: `Optimizer._step` of the optimizer.
             constants: from `Optimizer._constants`, without and with decay.
-            clipping: of the gradients.
-            scratch: the memory that clipping needs.
+            limits: of the gradients, from `check_limits`.
             given: the gradients, summed over the replicas, and their variables.
         """
         with np.errstate(all="ignore"):
-            scales = clipping.scales(given.arrays, scratch)
-            limit = clipping.clipvalue
+            limit = limits.get("clipvalue")
+            scales: Sequence[Array | None] = [None] * len(given.arrays)
+            if limits and limit is None:
+                scales = scales_for(limits, given.arrays, self._scratch)
             for variable, gradient, scale in zip(
                 given.variables, given.arrays, scales, strict=True
             ):
                 index = self.index[id(variable)]
                 numbers = constants[self._decayed[index]]
-                gradient = backend.flat(gradient)
+                gradient = gradient.reshape(-1)
                 if scale is not None:
                     scale = scale.astype(compute_dtype(gradient.dtype))
                 for block in self._blocks[index]:
