@@ -6,6 +6,7 @@ by MPI. ``MPIDIST_NO_CORE=1`` leaves it out; ``MPIDIST_CORE_CFLAGS``: more flags
 
 import glob
 import os
+import zlib
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -22,13 +23,21 @@ FLAGS = [
     "-fvisibility=hidden",
 ]
 
+# `mpidist._native` compares it with that of the sources, to find an older build.
+FILES = sorted(glob.glob("mpidist/_native/*.[ch]"))
+CHECKSUM = 0
+for name in FILES:
+    with open(name, "rb") as file:
+        CHECKSUM = zlib.crc32(file.read(), CHECKSUM)
+
 extensions = []
 if os.name == "posix" and os.environ.get("MPIDIST_NO_CORE", "0") in ("", "0"):
     extensions.append(
         Extension(
             "mpidist._native._core",
-            sources=sorted(glob.glob("mpidist/_native/*.c")),
-            depends=sorted(glob.glob("mpidist/_native/*.h")),
+            sources=[name for name in FILES if name.endswith(".c")],
+            depends=[name for name in FILES if name.endswith(".h")],
+            define_macros=[("MD_CHECKSUM", str(CHECKSUM))],
             extra_compile_args=[
                 *FLAGS,
                 *os.environ.get("MPIDIST_CORE_CFLAGS", "").split(),

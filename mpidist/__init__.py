@@ -10,6 +10,7 @@ from mpidist import cluster as cluster
 from mpidist import data as data
 from mpidist import elastic as elastic
 from mpidist import experimental as experimental
+from mpidist import losses as losses
 from mpidist import metrics as metrics
 from mpidist import nest as nest
 from mpidist import optimizers as optimizers
@@ -170,6 +171,7 @@ __all__ = [
     "in_cross_replica_context",
     "latest_checkpoint",
     "load_checkpoint",
+    "losses",
     "maybe_merge_call",
     "metrics",
     "nest",
@@ -192,6 +194,7 @@ for _module in (
     data,
     elastic,
     experimental,
+    losses,
     metrics,
     nest,
     optimizers,
@@ -202,7 +205,7 @@ for _module in (
             getattr(_module, _name).__module__ = _module.__name__
 del _module, _name
 
-for _module in (cluster, data, experimental, metrics, nest, optimizers):
+for _module in (cluster, data, experimental, losses, metrics, nest, optimizers):
     _remedies.explain_module(_module.__name__)
 _remedies.explain_module(__name__)
 del _module

@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import pathlib
+import warnings
+import zlib
 from typing import Any, Final, NamedTuple, TypeAlias
 
 ADVICE: Final = (
@@ -102,7 +104,33 @@ def why_missing(folder: pathlib.Path, error: Exception) -> str:
     return "it was not built"
 
 
+def is_stale(found: Any, folder: pathlib.Path) -> bool:
+    """Return whether an extension module was built from other sources than a folder's.
+
+    Those of an installed package, and of a checkout after ``pip install -e .``, are
+    beside it. One that was built by hand (-1) is not checked.
+    """
+    expected = 0
+    for path in sorted(folder.glob("*.[ch]")):
+        expected = zlib.crc32(path.read_bytes(), expected)
+    return expected != 0 and getattr(found, "CHECKSUM", 0) not in (expected, -1)
+
+
+_FOLDER: Final = pathlib.Path(__file__).parent
+
 try:
     core = importlib.import_module("mpidist._native._core")
 except Exception as error:  # also of a file for another machine or Python
-    missing = f"no native core: {why_missing(pathlib.Path(__file__).parent, error)}"
+    missing = f"no native core: {why_missing(_FOLDER, error)}"
+else:
+    if is_stale(core, _FOLDER):
+        missing = (
+            f"no native core: {core.__file__} was built from other sources than those "
+            "beside it; rebuild it: `pip install -e .` in the checkout"
+        )
+        core = None
+        warnings.warn(
+            f"mpidist: {missing}. Until then everything goes by MPI, and is slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )

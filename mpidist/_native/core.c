@@ -104,6 +104,10 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",
                                     .m_doc = "The native core: see the headers of the C files.",
                                     .m_size = -1, .m_methods = functions};
 
+#ifndef MD_CHECKSUM  // of the sources, from setup.py
+#define MD_CHECKSUM -1
+#endif
+
 PyMODINIT_FUNC PyInit__core(void) {
   PyTypeObject *types[] = {&MemoryType,  &PoolType,   &SlotType,
                            &ChannelType, &BetweenType, &ReduceType,
@@ -122,7 +126,8 @@ PyMODINIT_FUNC PyInit__core(void) {
                    {"EAGER_BYTES", MD_EAGER_BYTES},
                    {"MESSAGE_BYTES", MD_MESSAGE_BYTES},
                    {"RING_BYTES", MD_RING_BYTES},
-                   {"MAX_RANKS", MD_MAX_RANKS}};
+                   {"MAX_RANKS", MD_MAX_RANKS},
+                   {"CHECKSUM", MD_CHECKSUM}};
   import_array();
   PyObject *m = PyModule_Create(&module);
   for (size_t i = 0; m && i < sizeof types / sizeof *types; i++)

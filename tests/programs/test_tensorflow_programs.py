@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-PROGRAMS = sorted(Path(__file__).with_name("tensorflow").glob("*.py"))
+PROGRAMS = sorted(Path(__file__).with_name("of_tensorflow").glob("*.py"))
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2)]
 

@@ -27,6 +27,7 @@ MODULES = (
     "data",
     "elastic",
     "experimental",
+    "losses",
     "metrics",
     "nest",
     "optimizers",

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tarfile
 import tomllib
+import types
 import venv
 import zipfile
 from collections.abc import Mapping
@@ -178,6 +179,29 @@ def test_an_editable_installation_is_built_again(tmp_path: pathlib.Path) -> None
         check=True,
     )
     assert found.stdout == "4321\n"
+    source.write_text(source.read_text() + "\n")
+    found = subprocess.run(
+        [environment.python, "-c", "from mpidist import _native as n; print(n.core)"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert found.stdout == "None\n"
+    assert "rebuild it: `pip install -e .`" in found.stderr
+
+
+def test_a_core_of_other_sources_is_stale(tmp_path: pathlib.Path) -> None:
+    folder = pathlib.Path(_native.__file__).parent
+    for path in folder.glob("*.[ch]"):
+        shutil.copy(path, tmp_path)
+    assert not _native.is_stale(_native.core or types.SimpleNamespace(), tmp_path / "x")
+    if _native.core is not None:
+        assert not _native.is_stale(_native.core, tmp_path)
+    assert not _native.is_stale(types.SimpleNamespace(CHECKSUM=-1), tmp_path)
+    (tmp_path / "core.c").write_text("changed")
+    for old in (_native.core, types.SimpleNamespace()):  # which had no number once
+        assert _native.is_stale(old, tmp_path)
 
 
 @pytest.mark.parametrize("file", ["another Python", "another machine"])

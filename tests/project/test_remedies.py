@@ -24,6 +24,8 @@ MODULES = (
     mpidist.cluster,
     mpidist.data,
     mpidist.experimental,
+    mpidist.losses,
+    mpidist.metrics,
     mpidist.optimizers,
 )
 
@@ -139,6 +141,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "SGD": lambda **kw: mpidist.optimizers.SGD(0.1, **kw),
     "Adam": lambda **kw: mpidist.optimizers.Adam(0.1, **kw),
     "AdamW": lambda **kw: mpidist.optimizers.AdamW(0.1, **kw),
+    "SparseCategoricalCrossentropy": (
+        lambda **kw: mpidist.losses.SparseCategoricalCrossentropy(**kw)
+    ),
     "RMSprop": lambda **kw: mpidist.optimizers.RMSprop(0.1, **kw),
 }
 WITH_MPI = {"MPIStrategy"}  # in test_tensorflow_names.py
