@@ -15,10 +15,12 @@ pytestmark = pytest.mark.core
 
 # The missing rank comes when the others have said where it is, not after some seconds.
 PROLOGUE = """
-import logging, os, re, signal, sys, threading, time
+import fcntl, logging, os, re, signal, sys, threading, time
 from pathlib import Path
+from mpi4py import MPI
 import mpidist
 told = Path(sys.argv[1])
+lock = open(f"{told}.lock", "w")
 
 
 class Listener(logging.Handler):
@@ -27,21 +29,29 @@ class Listener(logging.Handler):
         if "where rank" in text and started:  # not while the machine is just slow
             print(text, file=sys.stderr, flush=True)
             told.touch()
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 started = []
 logging.getLogger("mpidist").addHandler(Listener())
 strategy = mpidist.MPIStrategy()
 rank = strategy.replica_id
+if rank == 0:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def meet():
+    MPI.COMM_WORLD.Barrier()
+    started.append(True)
 
 
 def wait_until_told():
-    while not told.exists():
-        time.sleep(0.05)
+    # One system call: this line is found, and no other one.
+    fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def step():
-    started.append(True)
+    meet()
     if rank == 1:
         load_a_file()
     return mpidist.get_replica_context().all_reduce("SUM", 1.0)
@@ -78,7 +88,7 @@ def test_ranks_that_are_at_the_same_line_share_a_stack(tmp_path):
     def deep(n):
         wait_until_told() if n == 0 else deep(n - 1)
     def step():
-        started.append(True)
+        meet()
         if rank:
             deep(30)
         return mpidist.get_replica_context().all_reduce("SUM", 1.0)
@@ -123,7 +133,8 @@ def test_a_process_that_is_stopped(tmp_path):
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 0:
         def resume(pid):
-            wait_until_told()
+            while not told.exists():
+                time.sleep(0.05)
             os.kill(pid, signal.SIGCONT)
         pid = int(strategy.gather(os_pids, axis=0)[1])
         threading.Thread(target=resume, args=(pid,)).start()

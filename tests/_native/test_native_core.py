@@ -300,12 +300,18 @@ def test_pause_may_end_a_wait() -> None:
 
 
 def test_a_late_rank_makes_all_meet_again() -> None:
-    def body(me: Rank) -> str:
-        import time
+    waited = multiprocessing.get_context("fork").Event()
 
+    def pause(seconds: float) -> None:
+        if seconds > 0.1:  # its patience
+            waited.set()
+
+    def body(me: Rank) -> str:
         assert me.channel.meet(0, 1, 0, 0, 0, -1) == core.OK
-        if me.rank == 0:
-            time.sleep(0.2)
+        if me.rank == 1:
+            me.channel.pause = pause
+        else:
+            assert waited.wait(60)
         assert me.channel.meet(0, 1, 0, 0, 100, -1) == core.AGAIN
         assert me.channel.meet(0, 1, 0, 0, 100_000, -1) == core.OK
         return "ok"

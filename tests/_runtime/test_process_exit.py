@@ -1,5 +1,6 @@
 """How a job ends: exceptions outside `run`, sys.exit, and leaving early."""
 
+import re
 import textwrap
 import time
 
@@ -160,9 +161,10 @@ def test_a_rank_that_does_not_come_to_its_end(how, others):
     settings = {"DEADLINE": "5", "MPIDIST_STALL_SECONDS": "0.5"}
     code, _, err = end_of(body, others + 1, **settings)
     assert code != 0
-    reports = [line for line in err.splitlines() if "rank 1 did not come to" in line]
-    line, error = reports
-    assert line.startswith("mpidist: rank 1 did not come to call")
+    # On a busy machine rank 2 may come to its end after the report.
+    awaited = re.compile(r"\branks? 1(-2)? did not come to call")
+    line, error = filter(awaited.search, err.splitlines())
+    assert line.startswith("mpidist: rank")
     assert "waited in the end of the program" in line
     assert "all_reduce" in line or "the end of run" in line  # its last call
     assert "where rank 1 is" in err

@@ -27,6 +27,13 @@ def all_reduce():
     return mpidist.get_replica_context().all_reduce("SUM", np.ones(10))
 
 
+def come_late(folder, others):
+    """Return a second after the others have said that they are there."""
+    while len(list(folder.glob("* is there"))) < others:
+        time.sleep(0.01)
+    time.sleep(1)  # in which they come to the call
+
+
 class TestRecording:
     pytestmark = on_replicas
 
@@ -76,9 +83,7 @@ class TestRecording:
                 if rank != late:
                     (folder / f"{rank} is there").touch()
                 else:
-                    while len(list(folder.glob("* is there"))) < late:
-                        time.sleep(0.01)
-                    time.sleep(1)  # in which the others come to the call
+                    come_late(folder, late)
                 return all_reduce()
 
             strategy.run(step)
@@ -100,9 +105,10 @@ class TestRecording:
 
             def step():
                 if rank == size - 1:
-                    time.sleep(1)
+                    come_late(folder, size - 1)
                 x = np.ones(100_000)
                 handle = mpidist.get_replica_context().all_reduce_async("SUM", x)
+                (folder / f"{rank} is there").touch()
                 handle.result()
                 return all_reduce()
 

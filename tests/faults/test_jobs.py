@@ -32,6 +32,9 @@ context = mpidist.get_replica_context
 def all_reduce(strategy, x):
     total = strategy.run(lambda: context().all_reduce("SUM", x))
     return strategy.experimental_local_results(total)[0]
+def wait_until_stopped(pid):
+    while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.05)
 def set_deadline(strategy, seconds):
     # When it is made, which takes longer on a busy machine, and the ranks are here.
     all_reduce(strategy, 1.0)
@@ -114,8 +117,7 @@ def test_a_rank_that_is_killed_ends_the_job(phase, tmp_path):
 def test_a_rank_that_is_stopped_and_goes_on_in_time():
     result = run_job("""
     def continue_when_stopped(pid):
-        while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.05)
+        wait_until_stopped(pid)
         time.sleep(0.5)  # the others wait for it
         os.kill(pid, signal.SIGCONT)
 
@@ -174,9 +176,11 @@ def test_the_deadline_of_a_rank_that_comes_after_another_was_stopped():
     """The header is exchanged once more, with the same deadline."""
     body = """
     strategy = mpidist.MPIStrategy()
+    pid = int(strategy.gather(strategy.run(lambda: np.array([os.getpid()])), axis=0)[2])
     set_deadline(strategy, 5)
     if RANK == 1:
-        time.sleep(3.5)
+        wait_until_stopped(pid)
+        time.sleep(0.5)
     if RANK == 2:  # it has published its header by then
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     start = time.monotonic()
@@ -188,7 +192,7 @@ def test_the_deadline_of_a_rank_that_comes_after_another_was_stopped():
         assert RANK == 2 or time.monotonic() - start < 20
         print(RANK, flush=True)
     """
-    result = run_job(body)
+    result = run_job(body, MPIDIST_STALL_SECONDS="0.5")
     # The launcher may wake rank 2 before it ends it.
     assert {"0", "1"} <= set(result.stdout.split()), result
 
@@ -329,7 +333,7 @@ def test_shared_memory_that_others_have_filled(tmp_path):
     # What MPI itself has there is not the question.
     env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
     job = [find_mpirun(), "-n", "3", sys.executable, "-c", body]
-    result = run_command([*own, *job], 60, env)
+    result = run_command([*own, *job], 100, env)
     assert sorted(result.stdout.split()) == ["done"] * 3 + ["full"], result
     assert result.returncode == 0, result
 

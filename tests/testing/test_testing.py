@@ -356,16 +356,16 @@ def test_a_deadline_names_who_is_missing():
 
 
 def test_a_thread_that_can_not_be_ended_is_left_behind(monkeypatch):
-    monkeypatch.setattr(_run, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(_run, "_STOP_SECONDS", 0.3)
     monkeypatch.setattr(_run, "_LEAVE_SECONDS", 0.3)
-    here, free, gone = (threading.Event() for _ in range(3))
+    free, gone = threading.Barrier(2), threading.Event()
 
     def program():
         if testing.current_group().rank == 0:
-            here.wait()
+            while not free.n_waiting:
+                time.sleep(0.001)
             raise KeyError("mine")
         try:
-            here.set()
             free.wait()  # Python raises nothing in a thread that is in a lock
         finally:
             gone.set()
@@ -374,7 +374,7 @@ def test_a_thread_that_can_not_be_ended_is_left_behind(monkeypatch):
         testing.run(2, program)
     (note,) = caught.value.__notes__[1:]
     assert note.startswith("replica 1 did not end, and is left behind at threading.py:")
-    free.set()
+    free.wait(60)
     assert gone.wait(60)
 
 
@@ -413,6 +413,7 @@ def test_ctrl_c_ends_all(busy):
     def program():
         strategy = mpidist.MPIStrategy()
         try:
+            testing.current_group().barrier()  # all are in this block
             if strategy.replica_id == 0:
                 main = threading.main_thread().ident
                 signal.pthread_kill(main, signal.SIGINT)
