@@ -172,7 +172,7 @@ def test_one_rank_tells_that_another_was_stopped():
     assert result.stderr.count("Traceback (most recent call last)") == 1, result
 
 
-def test_the_deadline_of_a_rank_that_comes_after_another_was_stopped():
+def test_the_deadline_of_a_rank_that_comes_after_another_was_stopped(tmp_path):
     """The header is exchanged once more, with the same deadline."""
     body = """
     strategy = mpidist.MPIStrategy()
@@ -191,9 +191,16 @@ def test_the_deadline_of_a_rank_that_comes_after_another_was_stopped():
         assert "within 5 s" in str(error), error
         assert RANK == 2 or time.monotonic() - start < 20
         print(RANK, flush=True)
+        told = os.environ["FOLDER"] + "/told"
+        if RANK == 1:
+            open(told, "w").close()
+        while RANK == 0 and not os.path.exists(told):
+            time.sleep(0.05)
+        if RANK == 0:  # rather than wait for it at the end
+            os.kill(pid, signal.SIGKILL)
     """
-    result = run_job(body, MPIDIST_STALL_SECONDS="0.5")
-    # The launcher may wake rank 2 before it ends it.
+    settings = {"MPIDIST_STALL_SECONDS": "0.5", "FOLDER": str(tmp_path)}
+    result = run_job(body, **settings)
     assert {"0", "1"} <= set(result.stdout.split()), result
 
 
