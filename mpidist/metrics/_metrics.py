@@ -1,17 +1,19 @@
-"""`Mean`, and what compares labels and predictions by it."""
+"""The base of the metrics, `Mean`, and what compares labels and predictions by it."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import DTypeLike
 
+from mpidist import losses
 from mpidist._base import backend, guests
 from mpidist._base.expect import expect
-from mpidist._base.types import HostArray, Nest
+from mpidist._base.types import HostArray, Nest, Shape
 from mpidist._runtime import context, dispatch
 from mpidist._values.distributed import Mirrored, is_per_replica
 from mpidist._values.variable import Variable, storage_of
@@ -44,7 +46,148 @@ def _array(values: Nest, call: str) -> HostArray:
     return found
 
 
-class Mean:
+class Metric:
+    """The base of all metrics; derive from it as from Keras's.
+
+    In ``__init__`` make variables by `add_weight`; ``update_state`` adds to them, and
+    ``result`` computes with them. In ``result`` they are those of all replicas.
+
+    Args:
+        name: of the metric; names of its variables begin with it. None: that of the
+            class, in lower case.
+        dtype: accepted and ignored.
+    """
+
+    def __init__(self, name: str | None = None, dtype: object = None) -> None:
+        self.name = name or type(self).__name__.lower()
+        self._weights: list[Variable] = []
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "result" in vars(cls):
+            cls.result = _of_all_replicas(cls.result)  # type: ignore[assignment]
+
+    def add_weight(
+        self,
+        shape: Shape | str = (),
+        initializer: str | None = "zeros",
+        dtype: DTypeLike = np.float64,
+        name: str | None = None,
+    ) -> Variable:
+        """Make a variable: ON_READ, so that each replica has its own part of a sum.
+
+        Collective in a scope, as is `Variable`.
+
+        Args:
+            shape: of the variable. A string is its ``name``, as in Keras 2.
+            initializer: "zeros", or None.
+            dtype: of the variable.
+            name: of the variable; the metric's is put before it.
+
+        Raises:
+            ValueError: for another initializer.
+        """
+        call = f"{type(self).__name__}.add_weight"
+        if isinstance(shape, str):
+            name, shape = shape, ()
+        what, hint = '`initializer` to be "zeros"', "add the initial value in `result`"
+        fits = initializer in ("zeros", None)
+        expect(fits, call, what, initializer, hint, error=ValueError)
+        made = Variable(
+            np.zeros(shape, dtype),
+            name=f"{self.name}/{name or len(self._weights)}",
+            synchronization="ON_READ",
+            aggregation="SUM",
+        )
+        self._weights.append(made)
+        return made
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The state."""
+        return list(self._weights)
+
+    @property
+    def _call(self) -> str:
+        return f"{type(self).__name__}.update_state"
+
+    def _add(self, compute: Callable[[], Iterable[Any]]) -> None:
+        """Add to each variable what a function returns, which raises on all ranks."""
+        call, group = self._call, storage_of(self.variables[0]).group
+        current = context.current().group
+        if context.has_strategy() and group is not current:
+            raise RuntimeError(
+                f"{call}: {self.name!r} was not made in the scope of {current}, so "
+                "each rank would have a result of its own; make it in `with "
+                "strategy.scope():`"
+            )
+        alone = context.is_in_replica(group)
+        with contextlib.nullcontext() if alone else dispatch.checking(group, call):
+            sums = compute()
+        for variable, x in zip(self.variables, sums, strict=True):
+            variable.assign_add(x)
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Add a batch: what the class says."""
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """Return the value over all replicas. Collective."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Nest, **kwargs: Nest) -> Any:
+        """Call `update_state`, and return `result`, which is collective."""
+        self.update_state(*args, **kwargs)
+        return self.result()
+
+    def reset_state(self) -> None:
+        """Forget all values. Collective, except in a replica function."""
+        for variable in self.variables:
+            variable.assign(np.zeros(variable.shape, variable.dtype))
+
+    reset_states = reset_state
+
+
+def _of_all_replicas(result: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(result)
+    def read(self: Any) -> Any:
+        with context.variable_sync_on_read_context():
+            return result(self)
+
+    return read
+
+
+class Sum(Metric):
+    """The sum of all values since the last reset, on all replicas together.
+
+    Args:
+        name: of the metric; names of its variables begin with it.
+        dtype: accepted and ignored.
+
+    Attributes:
+        total: the sum of the values: an ON_READ variable of dtype float64.
+    """
+
+    def __init__(self, name: str | None = None, dtype: object = None) -> None:
+        super().__init__(name)
+        self.total = self.add_weight(name="total")
+
+    def update_state(self, values: Nest, sample_weight: Nest = None) -> None:
+        """Add values, times their weights; otherwise as `Mean.update_state`."""
+
+        def compute() -> tuple[float]:
+            x = _array(values, self._call).astype(np.float64)
+            w = _weights(sample_weight, x.shape, self._call)
+            return (float((x if w is None else x * w).sum()),)
+
+        self._add(compute)
+
+    def result(self) -> Any:
+        """Return the sum, a float64. Collective."""
+        return np.float64(self.total)
+
+
+class Mean(Metric):
     """The mean of all values since the last reset, on all replicas together.
 
     Args:
@@ -57,21 +200,9 @@ class Mean:
     """
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
-        self.name = name or type(self).__name__.lower()
-        self.total, self.count = (
-            Variable(
-                0.0,
-                name=f"{self.name}/{part}",
-                synchronization="ON_READ",
-                aggregation="SUM",
-            )
-            for part in ("total", "count")
-        )
-
-    @property
-    def variables(self) -> list[Variable]:
-        """The state."""
-        return [self.total, self.count]
+        super().__init__(name)
+        self.total = self.add_weight(name="total")
+        self.count = self.add_weight(name="count")
 
     def update_state(self, values: Nest, sample_weight: Nest = None) -> None:
         """Add values.
@@ -83,75 +214,64 @@ class Mean:
         Args:
             values: a number or an array.
             sample_weight: a number, or an array with a weight for each value or for
-                each row, whose values are then averaged; 0 leaves them out.
+                each row, whose values are then averaged; 0 leaves them out, as is a row
+                without values.
 
         Raises:
             TypeError: for a PerReplica, and what is not an array of real numbers.
             ValueError: if the shapes do not match.
             RuntimeError: if it was made outside the scope of this strategy.
         """
-        self._add(lambda x: x, sample_weight, values)
+        self._add_mean(lambda x: x, sample_weight, values)
 
-    @property
-    def _call(self) -> str:
-        return f"{type(self).__name__}.update_state"
-
-    def _add(
+    def _add_mean(
         self, compare: Callable[..., HostArray], sample_weight: Nest, *given: Nest
     ) -> None:
         """Add what a comparison of the given arrays returns."""
-        call, group = self._call, storage_of(self.total).group
-        current = context.current().group
-        if context.has_strategy() and group is not current:
-            raise RuntimeError(
-                f"{call}: {self.name!r} was not made in the scope of {current}, so "
-                "each rank would have a result of its own; make it in `with "
-                "strategy.scope():`"
-            )
-        alone = context.is_in_replica(group)
-        with contextlib.nullcontext() if alone else dispatch.checking(group, call):
-            values = compare(*(_array(x, call) for x in given))
-            total, count = _sums(values.astype(np.float64), sample_weight, call)
-        self.total.assign_add(total)
-        self.count.assign_add(count)
+
+        def compute() -> tuple[float, float]:
+            values = compare(*(_array(x, self._call) for x in given))
+            return _sums(values.astype(np.float64), sample_weight, self._call)
+
+        self._add(compute)
 
     def result(self) -> Any:
         """Return the mean, a float64; 0 if there are no values. Collective."""
-        with context.variable_sync_on_read_context():
-            total, count = float(self.total), float(self.count)
+        total, count = float(self.total), float(self.count)
         return np.float64(total / count if count else 0.0)
 
-    def __call__(self, *args: Nest, **kwargs: Nest) -> Any:
-        """Call `update_state`, and return `result`, which is collective."""
-        self.update_state(*args, **kwargs)
-        return self.result()
 
-    def reset_state(self) -> None:
-        """Forget all values. Collective, except in a replica function."""
-        for variable in self.variables:
-            variable.assign(0.0)
-
-    reset_states = reset_state
-
-
-def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
-    """Return the sum of the values, times their weights, and that of the weights."""
+def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
+    """Return the weights, with axes of length 1 in place of missing ones."""
     if sample_weight is None:
-        return float(x.sum()), float(x.size)
+        return None
     w = _array(sample_weight, call).astype(np.float64)
+    if w.shape == (*shape, 1):
+        w = w[..., 0]
     expect(
-        w.shape == x.shape[: w.ndim],
+        w.shape == shape[: w.ndim],
         call,
-        f"`sample_weight` of shape {x.shape}, or of its first axes",
+        f"`sample_weight` of shape {shape}, or of its first axes",
         sample_weight,
         error=ValueError,
     )
-    if not w.ndim:
-        return float(x.sum() * w), float(x.size * w)
-    rows = x
-    if w.ndim < x.ndim:
-        rows = x.reshape(*w.shape, math.prod(x.shape[w.ndim :])).mean(-1)
-    return float((rows * w).sum()), float(w.sum())
+    return w.reshape(w.shape + (1,) * (len(shape) - w.ndim))
+
+
+def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
+    """Return the sum of the values, times their weights, and that of the weights.
+
+    The values of a row with one weight are averaged.
+    """
+    w = _weights(sample_weight, x.shape, call)
+    if w is None:
+        return float(x.sum()), float(x.size)
+    if not np.ndim(sample_weight):
+        return float((x * w).sum()), float(x.size * w.sum())
+    in_a_row = x.size // w.size if w.size else 0
+    if not in_a_row:
+        return 0.0, 0.0
+    return float((x * w).sum() / in_a_row), float(w.sum())
 
 
 class _Compared(Mean):
@@ -161,7 +281,7 @@ class _Compared(Mean):
         self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
     ) -> None:
         """Add a batch: labels and predictions; otherwise as `Mean.update_state`."""
-        self._add(self._compare, sample_weight, y_true, y_pred)
+        self._add_mean(self._compare, sample_weight, y_true, y_pred)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         """Return a value for each row, or for each element."""
@@ -234,3 +354,111 @@ class MeanAbsoluteError(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         return abs(self._difference(true, pred))
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """The root of the mean of the squares of the differences."""
+
+    def result(self) -> Any:
+        """Return the root, a float64; 0 if there are no values. Collective."""
+        return np.sqrt(super().result())
+
+
+class SparseTopKCategoricalAccuracy(_Compared):
+    """How often the score of the label, an int, is one of the ``k`` largest.
+
+    Args:
+        k: how many. Scores that are equal to the label's do not count against it.
+        name: of the metric.
+    """
+
+    def __init__(
+        self, k: int = 5, name: str | None = None, dtype: object = None
+    ) -> None:
+        super().__init__(name)
+        self.k = k
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        labels = self._of_shape(true, pred.shape[:-1])
+        hit = labels[..., None] == np.arange(pred.shape[-1])
+        what = f"labels that are ints from 0 to {pred.shape[-1] - 1}"
+        expect(bool(hit.any(-1).all()), self._call, what, true, error=ValueError)
+        own = np.where(hit, pred, 0).sum(-1, keepdims=True)
+        return (pred > own).sum(-1) < self.k
+
+
+class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
+    """How often the score of the label, a one-hot row, is one of the ``k`` largest.
+
+    Otherwise as `SparseTopKCategoricalAccuracy`.
+    """
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        return super()._compare(self._of_shape(true, pred.shape).argmax(-1), pred)
+
+
+class BinaryCrossentropy(_Compared):
+    """The mean of `mpidist.losses.binary_crossentropy`.
+
+    Args:
+        name: of the metric.
+        from_logits: whether predictions are logits.
+        label_smoothing: moves labels towards 0.5 by this fraction.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: object = None,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(name)
+        self._options = from_logits, label_smoothing
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        # Each of a vector is a row.
+        true, pred = self._of_shape(true, pred.shape), pred.astype(np.float64)
+        shape = pred.shape if pred.ndim > 1 else (pred.size, 1)
+        return losses.binary_crossentropy(
+            true.reshape(shape), pred.reshape(shape), *self._options
+        )
+
+
+class CategoricalCrossentropy(BinaryCrossentropy):
+    """The mean of `mpidist.losses.categorical_crossentropy`.
+
+    Args:
+        name: of the metric.
+        from_logits: whether predictions are logits.
+        label_smoothing: moves labels towards 1 / classes by this fraction.
+    """
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        true = self._of_shape(true, pred.shape)
+        pred = pred.astype(np.float64)
+        return losses.categorical_crossentropy(true, pred, *self._options)
+
+
+class SparseCategoricalCrossentropy(_Compared):
+    """The mean of `mpidist.losses.sparse_categorical_crossentropy`.
+
+    Args:
+        name: of the metric.
+        from_logits: whether predictions are logits.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: object = None,
+        from_logits: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.from_logits = from_logits
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        true = self._of_shape(true, pred.shape[:-1])
+        return losses.sparse_categorical_crossentropy(
+            true, pred.astype(np.float64), self.from_logits
+        )

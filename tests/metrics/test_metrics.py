@@ -133,3 +133,171 @@ def test_an_error_on_one_rank_is_one_on_all(strategy):
         ValueError, lambda: accuracy.update_state(np.zeros(shape), np.zeros((3, 2)))
     ):
         assert "Accuracy.update_state" in message
+
+
+def by_torch(name, true, pred, **options):
+    functional = pytest.importorskip("torch").nn.functional
+    torch = pytest.importorskip("torch")
+    return float(getattr(functional, name)(torch.tensor(pred), torch.tensor(true)))
+
+
+SCORES = np.random.default_rng(1).normal(size=(40, 6))
+CLASSES = np.random.default_rng(2).integers(0, 6, 40)
+
+
+def area(true, score):
+    """Return the share of pairs in the right order: the exact area."""
+    pairs = score[true == 1][:, None] - score[true == 0][None]
+    return ((pairs > 0) + 0.5 * (pairs == 0)).mean()
+
+
+def test_more_metrics_of_classes(strategy):
+    metrics, one_hot = mpidist.metrics, np.eye(6)[CLASSES]
+    ranks = (SCORES[np.arange(40), CLASSES][:, None] < SCORES).sum(-1)
+    logits = {"from_logits": True}
+    entropy = by_torch("cross_entropy", CLASSES, SCORES)
+    share = np.exp(SCORES) / np.exp(SCORES).sum(-1, keepdims=True)
+    for metric, true, pred, expected in (
+        (metrics.SparseTopKCategoricalAccuracy(2), CLASSES, SCORES, (ranks < 2).mean()),
+        (metrics.TopKCategoricalAccuracy(k=3), one_hot, SCORES, (ranks < 3).mean()),
+        (metrics.SparseCategoricalCrossentropy(**logits), CLASSES, SCORES, entropy),
+        (metrics.SparseCategoricalCrossentropy(), CLASSES[:, None], share, entropy),
+        (metrics.CategoricalCrossentropy(**logits), one_hot, SCORES, entropy),
+        (metrics.CategoricalCrossentropy(), one_hot, share, entropy),
+        (metrics.RootMeanSquaredError(), [1.0, 2.0], [[1.0], [5.0]], np.sqrt(4.5)),
+        (metrics.Sum(), None, [[1.0, 2.0], [3.0, 4.0]], 10.0),
+    ):
+        given = (pred,) if true is None else (true, pred)
+        metric.update_state(*given)
+        assert metric.result() == pytest.approx(expected, rel=1e-5)
+        metric.reset_state()
+        halves = [(*(x[k::2] for x in given), 2.0) for k in (0, 1)]
+        for half in halves:
+            metric.update_state(*half)
+        factor = 2 if true is None else 1
+        assert metric.result() == pytest.approx(factor * expected, rel=1e-5)
+    bits, logit = CLASSES > 2, SCORES[:, 0]
+    binary = metrics.BinaryCrossentropy(from_logits=True)
+    binary.update_state(bits, logit)
+    name = "binary_cross_entropy_with_logits"
+    expected = by_torch(name, bits.astype(float), logit)
+    assert binary.result() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="ints from 0 to 5"):
+        metrics.SparseTopKCategoricalAccuracy().update_state([6], SCORES[:1])
+    total = metrics.Sum()
+    total.update_state([[1.0, 2.0], [3.0, 4.0]], [1.0, 0.5])
+    assert total.result() == 6.5
+
+
+def test_a_row_without_values_counts_nothing(strategy):
+    mean = mpidist.metrics.Mean()
+    mean.update_state(np.zeros((2, 0)), [1.0, 1.0])
+    mean.update_state(np.zeros((0, 3)), np.zeros(0))
+    assert (mean.result(), float(mean.count)) == (0.0, 0.0)
+    mean.update_state([[1.0, 3.0], [5.0, 7.0]], [1.0, 3.0])
+    assert (mean.result(), float(mean.count)) == (5.0, 4.0)
+
+
+@pytest.mark.one_size
+def test_counts_above_a_threshold(strategy, folder, size):
+    metrics, true = mpidist.metrics, (CLASSES > 2).astype(np.float32)
+    score = (1 / (1 + np.exp(-SCORES[:, 0] - true))).astype(np.float32)
+    with strategy.scope():
+        precision, recall = metrics.Precision(), metrics.Recall(thresholds=[0.3, 0.7])
+        weighted = metrics.Precision()
+        counts = [
+            getattr(metrics, which + kind)(0.6)
+            for which in ("True", "False")
+            for kind in ("Positives", "Negatives")
+        ]
+        areas = [metrics.AUC(1000), metrics.AUC(1000, curve="PR")]
+        logits = metrics.AUC(1000, from_logits=True)
+    made = [precision, recall, *counts, *areas]
+
+    def step():
+        own = slice(this_replica(), None, size)
+        for metric in made:
+            metric.update_state(true[own, None], score[own])
+        logits.update_state(true[own], np.log(score[own] / (1 - score[own])))
+        weighted.update_state(true[own], score[own], np.arange(40.0)[own])
+
+    strategy.run(step)
+    found = score > 0.5
+    assert precision.result() == pytest.approx(true[found].mean())
+    by_hand = [(score[true == 1] > limit).mean() for limit in (0.3, 0.7)]
+    np.testing.assert_allclose(recall.result(), by_hand)
+    above = score > 0.6
+    expected = [above & (true == 1), ~above & (true == 0)]
+    expected += [above & (true == 0), ~above & (true == 1)]
+    assert [count.result() for count in counts] == [x.sum() for x in expected]
+    weights = np.arange(40.0)[found]
+    share = np.average(true[found], weights=weights)
+    assert weighted.result() == pytest.approx(share)
+    assert areas[0].result() == pytest.approx(area(true, score), abs=5e-3)
+    assert logits.result() == pytest.approx(area(true, score), abs=5e-3)
+    # The average precision, which the interpolation comes close to.
+    order = np.argsort(-score)
+    precisions = np.cumsum(true[order]) / np.arange(1, 41)
+    assert areas[1].result() == pytest.approx(
+        precisions[true[order] == 1].mean(), abs=0.03
+    )
+    checkpoint = mpidist.Checkpoint(auc=areas[0], precision=precision)
+    checkpoint.save(folder / "c")
+    before = areas[0].result()
+    areas[0].reset_state()
+    assert areas[0].result() == 0.0
+    checkpoint.restore(folder / "c")
+    assert areas[0].result() == before
+
+
+def test_the_area_of_the_documentation_of_keras(strategy):
+    auc = mpidist.metrics.AUC(num_thresholds=3)
+    auc.update_state([0, 0, 1, 1], [0, 0.5, 0.3, 0.9])
+    assert auc.result() == 0.75
+    auc.reset_state()
+    auc.update_state([0, 0, 1, 1], [0, 0.5, 0.3, 0.9], sample_weight=[1, 0, 0, 1])
+    assert auc.result() == 1.0
+    pr = mpidist.metrics.AUC(num_thresholds=3, curve="PR")
+    pr.update_state([1, 1, 1, 0], [0.2, 0.4, 0.6, 0.8])
+    assert 0.0 < pr.result() < 1.0
+    for call, line in (
+        (lambda: auc.update_state([1], [2.0]), "predictions between 0 and 1"),
+        (lambda: mpidist.metrics.AUC(curve="x"), '"ROC" or "PR"'),
+        (lambda: mpidist.metrics.AUC(1), "2 or more"),
+        (lambda: auc.update_state([1, 0, 0], [[0.5, 0.5]]), "y_true"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            call()
+
+
+@pytest.mark.one_size
+def test_a_metric_of_ones_own(strategy, size):
+    class Largest(mpidist.metrics.Metric):
+        def __init__(self, name="spread", **kwargs):
+            super().__init__(name=name, **kwargs)
+            self.squares = self.add_weight(name="squares", initializer="zeros")
+            self.rows = self.add_weight("rows", dtype=np.float32)
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.squares.assign_add(np.sum((y_true - y_pred) ** 2))
+            self.rows.assign_add(len(y_true))
+
+        def result(self):
+            return np.sqrt(self.squares / self.rows)
+
+    with strategy.scope():
+        metric = Largest()
+    assert [v.name for v in metric.variables] == ["spread/squares", "spread/rows"]
+
+    def step():
+        i = this_replica()
+        return metric(np.full(i + 1, 3.0), np.zeros(i + 1))
+
+    assert local(strategy, step) == 3.0
+    assert metric.result() == 3.0
+    rows = size * (size + 1) // 2
+    assert float(metric.rows) == rows
+    metric.reset_state()
+    assert float(metric.rows) == 0.0
+    with pytest.raises(ValueError, match='`initializer` to be "zeros"'):
+        metric.add_weight(initializer="ones")

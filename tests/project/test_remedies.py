@@ -144,6 +144,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "SparseCategoricalCrossentropy": (
         lambda **kw: mpidist.losses.SparseCategoricalCrossentropy(**kw)
     ),
+    "AUC": lambda **kw: mpidist.metrics.AUC(**kw),
+    "Precision": lambda **kw: mpidist.metrics.Precision(**kw),
     "RMSprop": lambda **kw: mpidist.optimizers.RMSprop(0.1, **kw),
 }
 WITH_MPI = {"MPIStrategy"}  # in test_tensorflow_names.py

@@ -1,0 +1,240 @@
+"""Metrics of how often predictions above a threshold are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from mpidist._base.expect import expect
+from mpidist._base.remedies import explain_keywords
+from mpidist._base.types import HostArray, Nest
+from mpidist.metrics._metrics import Metric, _array, _weights
+
+_COUNTS: Final = (
+    "true_positives",
+    "false_positives",
+    "true_negatives",
+    "false_negatives",
+)
+
+
+def _ratio(x: HostArray, y: HostArray) -> HostArray:
+    """Return x / y, and 0 where y is."""
+    return np.divide(x, y, out=np.zeros_like(x), where=y != 0)
+
+
+class _Confusion(Metric):
+    """Counts, by threshold, of predictions that are right and wrong.
+
+    Args:
+        thresholds: a number or several: predictions above it mean 1. None: 0.5.
+        name: of the metric.
+        from_logits: whether predictions are logits, and not between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None,
+        name: str | None,
+        from_logits: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.thresholds = 0.5 if thresholds is None else thresholds
+        self._limits = np.sort(np.atleast_1d(np.asarray(self.thresholds, np.float64)))
+        self._from_logits = from_logits
+        for part in _COUNTS:
+            setattr(self, part, self.add_weight(self._limits.shape, name=part))
+
+    def update_state(
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> None:
+        """Add a batch: labels, which are 0 or not, and predictions.
+
+        Otherwise as `Mean.update_state`; a weight of a row is that of its elements.
+        """
+        self._add(lambda: self._counts(y_true, y_pred, sample_weight))
+
+    def _counts(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Any:
+        call = self._call
+        true, pred = (_array(x, call) for x in (y_true, y_pred))
+        own, shape = ([n for n in x.shape if n != 1] for x in (true, pred))
+        what = f"`y_true` of shape {pred.shape}, as `y_pred` has"
+        expect(own == shape, call, what, y_true, error=ValueError)
+        weights = _weights(sample_weight, pred.shape, call)
+        weights = np.broadcast_to(1.0 if weights is None else weights, pred.shape)
+        if pred.dtype.kind != "f":
+            pred = pred.astype(np.float64)
+        if self._from_logits:
+            pred = 1 / (1 + np.exp(-pred.astype(np.float64)))
+        inside = bool(((pred >= 0) & (pred <= 1)).all())
+        what = "predictions between 0 and 1"
+        hint = "write `1 / (1 + numpy.exp(-logits))` for logits"
+        expect(inside, call, what, y_pred, hint, error=ValueError)
+        # Above the first k thresholds: in the dtype of the predictions, as in Keras.
+        k = np.searchsorted(self._limits.astype(pred.dtype), pred.ravel())
+        above, below = [], []
+        for label in (True, False):
+            w = np.where((true.ravel() != 0) == label, weights.ravel(), 0.0)
+            counts = np.bincount(k, w, self._limits.size + 1)
+            passed = counts[::-1].cumsum()[::-1][1:]
+            above.append(passed)
+            below.append(counts.sum() - passed)
+        return *above, below[1], below[0]
+
+    def _values(self) -> list[HostArray]:
+        """Return the four counts of all replicas."""
+        return [variable.numpy() for variable in self.variables]
+
+    def _shaped(self, x: HostArray) -> Any:
+        return x if np.ndim(self.thresholds) else x[0]
+
+
+class _OfCounts(_Confusion):
+    """A number, or one for each of several thresholds.
+
+    Args:
+        thresholds: a number or a list: predictions above it mean 1. None: 0.5.
+        name: of the metric.
+    """
+
+    @explain_keywords("Precision")
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        super().__init__(thresholds, name)
+
+    def result(self) -> Any:
+        """Return it: a float64, or an array for a list of thresholds. Collective."""
+        return self._shaped(self._of(*self._values()))
+
+    def _of(
+        self, tp: HostArray, fp: HostArray, tn: HostArray, fn: HostArray
+    ) -> HostArray:
+        raise NotImplementedError
+
+
+class Precision(_OfCounts):
+    """How many of the predictions above a threshold are right; 0 if there are none.
+
+    Args:
+        thresholds: a number or an increasing list: predictions above it mean 1. None:
+            0.5.
+        name: of the metric.
+    """
+
+    def _of(
+        self, tp: HostArray, fp: HostArray, tn: HostArray, fn: HostArray
+    ) -> HostArray:
+        return _ratio(tp, tp + fp)
+
+
+class Recall(_OfCounts):
+    """How many of the labels 1 have a prediction above a threshold; 0 without any.
+
+    The arguments are those of `Precision`.
+    """
+
+    def _of(
+        self, tp: HostArray, fp: HostArray, tn: HostArray, fn: HostArray
+    ) -> HostArray:
+        return _ratio(tp, tp + fn)
+
+
+class _Count(_OfCounts):
+    """One of the four counts."""
+
+    _which: ClassVar[int]
+
+    def _of(self, *counts: HostArray) -> HostArray:
+        return counts[self._which]
+
+
+class TruePositives(_Count):
+    """The number, or weight, of predictions above a threshold with the label 1.
+
+    The arguments are those of `Precision`.
+    """
+
+    _which = 0
+
+
+class FalsePositives(_Count):
+    """The number, or weight, of predictions above a threshold with the label 0.
+
+    The arguments are those of `Precision`.
+    """
+
+    _which = 1
+
+
+class TrueNegatives(_Count):
+    """The number, or weight, of predictions not above a threshold with the label 0.
+
+    The arguments are those of `Precision`.
+    """
+
+    _which = 2
+
+
+class FalseNegatives(_Count):
+    """The number, or weight, of predictions not above a threshold with the label 1.
+
+    The arguments are those of `Precision`.
+    """
+
+    _which = 3
+
+
+class AUC(_Confusion):
+    """The area under a curve, approximated by thresholds as in Keras.
+
+    Args:
+        num_thresholds: how many, evenly from just below 0 to just above 1.
+        curve: "ROC", by trapezoids; or "PR", precision over recall, interpolated as
+            by Davis and Goadrich 2006 (https://doi.org/10.1145/1143844.1143874).
+        name: of the metric.
+        from_logits: whether predictions are logits.
+
+    Raises:
+        ValueError: for another curve, or fewer than 2 thresholds.
+    """
+
+    @explain_keywords("AUC")
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        *,
+        name: str | None = None,
+        dtype: object = None,
+        from_logits: bool = False,
+    ) -> None:
+        fits = curve in ("ROC", "PR")
+        expect(fits, "AUC", '`curve` to be "ROC" or "PR"', curve, error=ValueError)
+        what = "`num_thresholds` to be 2 or more"
+        expect(num_thresholds >= 2, "AUC", what, num_thresholds, error=ValueError)
+        limits = np.linspace(0.0, 1.0, num_thresholds)
+        limits[0], limits[-1] = -1e-7, 1 + 1e-7
+        super().__init__(limits.tolist(), name, from_logits)
+        self.curve = curve
+
+    def result(self) -> Any:
+        """Return the area, a float64. Collective."""
+        tp, fp, tn, fn = self._values()
+        if self.curve == "ROC":
+            y, x = _ratio(tp, tp + fn), _ratio(fp, fp + tn)
+            return np.float64(((x[:-1] - x[1:]) * (y[:-1] + y[1:]) / 2).sum())
+        p = tp + fp
+        dtp = tp[:-1] - tp[1:]
+        slope = _ratio(dtp, p[:-1] - p[1:])
+        intercept = tp[1:] - slope * p[1:]
+        both = (p[:-1] > 0) & (p[1:] > 0)
+        ratio = np.divide(p[:-1], p[1:], out=np.ones_like(dtp), where=both)
+        return np.float64(
+            _ratio(slope * (dtp + intercept * np.log(ratio)), (tp + fn)[1:]).sum()
+        )
