@@ -37,8 +37,10 @@ if strategy.replica_id == 0:
     print("replicas", n, "sum", ids, "threads", os.environ["OMP_NUM_THREADS"],
           "index", os.environ.get("SLURM_ARRAY_TASK_ID"), flush=True)
 """
+# Arguments: the folder; and "waits": until it is told, before it has a handler; "slowly":
+# takes so long, until it is started again, that it is told before its end.
 TRAIN = f"""\
-import sys, time
+import os, sys, time
 import numpy as np
 import mpidist
 
@@ -47,9 +49,12 @@ with strategy.scope():
     w = mpidist.Variable(np.zeros(8), aggregation=mpidist.VariableAggregation.MEAN)
 checkpoint = mpidist.Checkpoint(w=w)
 manager = mpidist.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=2)
-time.sleep(float(sys.argv[2]) if sys.argv[2:3] == ["2"] else 0.0)
+while "waits" in sys.argv and not os.path.exists(sys.argv[1] + ".told"):
+    time.sleep(0.05)
+slowly = "slowly" in sys.argv and not int(os.environ.get("SLURM_RESTART_COUNT", 0))
 handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
 say = strategy.replica_id == 0
+first = 10 if "regularly" in sys.argv else 1
 if say:
     print("begins at step", handler.total_run_calls, flush=True)
 
@@ -63,9 +68,9 @@ while handler.total_run_calls < {STEPS}:
     handler.run(strategy.run, step)
     if "regularly" in sys.argv and handler.total_run_calls % 10 == 0:
         manager.save(handler.total_run_calls)
-        if say:
-            print("has step", handler.total_run_calls, flush=True)
-    time.sleep(0.05)
+    if say:
+        print("has step", handler.total_run_calls, flush=True)
+    time.sleep(1.0 if slowly and handler.total_run_calls >= first else 0.05)
 if say:
     print("result", w.numpy().tobytes().hex(), flush=True)
 """
@@ -404,9 +409,8 @@ def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed, lau
     by_mpirun = ["--mpirun"] if launcher == "mpirun" else []
     with open(script, "w") as file, contextlib.redirect_stdout(file):
         sbatch_command.sbatch(["--nodes", "2", "--preemptible", *by_mpirun])
-    job = _submit_training(cluster, _folder(), script=script)
-    cluster.wait_for_output(job, "begins at step 0")
-    time.sleep(0.5)
+    job = _submit_training(cluster, _folder(), "slowly", script=script)
+    cluster.wait_for_output(job, "has step 1")
     # What --signal=B:USR1@120 does 120 s before the end.
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_for_output(job, "saved")
@@ -423,10 +427,12 @@ def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed, lau
 @pytest.mark.core
 @starts_ranks
 def test_a_signal_that_comes_before_the_handler_is_not_lost(cluster, undisturbed):
-    job = _submit_training(cluster, _folder(), "2")
+    folder = _folder()
+    job = _submit_training(cluster, folder, "waits")
     cluster.wait_for_output(job, "start 0:")
-    time.sleep(1.0)  # the ranks import, or sleep
     cluster.run("scancel", "--batch", "--signal=USR1", job)
+    time.sleep(0.5)  # until it is there
+    (cluster.folder / f"{folder}.told").touch()
     state = cluster.wait(job, "COMPLETED", "FAILED")
     assert state["JobState"] == "COMPLETED", cluster.output(job)
     assert _steps(cluster, job) == [0, 0]
@@ -437,9 +443,8 @@ def test_a_signal_that_comes_before_the_handler_is_not_lost(cluster, undisturbed
 @starts_ranks
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
     folder = _folder()
-    job = _submit_training(cluster, folder)
-    cluster.wait_for_output(job, "begins at step 0")
-    time.sleep(0.5)
+    job = _submit_training(cluster, folder, "slowly")
+    cluster.wait_for_output(job, "has step 1")
     cluster.run("scancel", "--full", job)
     assert cluster.wait(job)["JobState"] == "CANCELLED"
     cluster.wait_for_output(job, "saved")
@@ -457,10 +462,9 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
 @starts_ranks
 def test_a_job_that_makes_room_for_another_continues(cluster, undisturbed):
     job = _submit_training(
-        cluster, _folder(), options=["--exclusive", f"--nodes={NODES}"]
+        cluster, _folder(), "slowly", options=["--exclusive", f"--nodes={NODES}"]
     )
-    cluster.wait_for_output(job, "begins at step 0")
-    time.sleep(0.5)
+    cluster.wait_for_output(job, "has step 1")
     urgent = cluster.submit(
         SCRIPTS / "srun.sbatch",
         "who.py",
@@ -480,7 +484,7 @@ def test_a_job_that_loses_a_node_continues_on_others(cluster, undisturbed):
     """Nothing is saved then: it goes on from the last regular checkpoint."""
     if not cluster.has_names:
         pytest.skip("nodes that can be told apart need root")
-    job = _submit_training(cluster, _folder(), "regularly")
+    job = _submit_training(cluster, _folder(), "regularly", "slowly")
     cluster.wait_for_output(job, "has step 10")
     lost = cluster.run("scontrol", "show", "hostnames", cluster.state(job)["NodeList"])
     lost = lost.split()[-1]
