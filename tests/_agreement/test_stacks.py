@@ -34,10 +34,10 @@ class Listener(logging.Handler):
 
 started = []
 logging.getLogger("mpidist").addHandler(Listener())
-strategy = mpidist.MPIStrategy()
-rank = strategy.replica_id
-if rank == 0:
+if MPI.COMM_WORLD.rank == 0:
     fcntl.flock(lock, fcntl.LOCK_EX)
+strategy = mpidist.MPIStrategy()  # by which rank 0 has it on all
+rank = strategy.replica_id
 
 
 def meet():

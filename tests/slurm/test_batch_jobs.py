@@ -37,7 +37,7 @@ if strategy.replica_id == 0:
     print("replicas", n, "sum", ids, "threads", os.environ["OMP_NUM_THREADS"],
           "index", os.environ.get("SLURM_ARRAY_TASK_ID"), flush=True)
 """
-# Arguments: the folder; and "waits": until it is told, before it has a handler; "slowly":
+# Arguments: the folder; "waits": until it is told, before it has a handler; "slowly": it
 # takes so long, until it is started again, that it is told before its end.
 TRAIN = f"""\
 import os, sys, time
