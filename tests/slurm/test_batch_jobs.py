@@ -37,8 +37,8 @@ if strategy.replica_id == 0:
     print("replicas", n, "sum", ids, "threads", os.environ["OMP_NUM_THREADS"],
           "index", os.environ.get("SLURM_ARRAY_TASK_ID"), flush=True)
 """
-# Arguments: the folder; "waits": until it is told, before it has a handler; "slowly": it
-# takes so long, until it is started again, that it is told before its end.
+# Arguments: the folder; "waits": until it is told, before it has a handler; "slowly":
+# it takes so long, until it is started again, that it is told before its end.
 TRAIN = f"""\
 import os, sys, time
 import numpy as np
