@@ -20,20 +20,26 @@ header.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
-from mpidist._base.types import Array, DType
+from mpidist._base.memory import LINE
+from mpidist._base.types import Array, DType, HostArray
 from mpidist._collectives import nodes
 from mpidist._collectives.between_route import has_same_bits
 from mpidist._collectives.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
+from mpidist._collectives.compression import Compression
 from mpidist._collectives.core_routes import reduce_on_node, takes
-from mpidist._collectives.nodes import NodeExchange, Nodes
+from mpidist._collectives.nodes import Nodes
 from mpidist._collectives.plan import PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
+from mpidist._mpi.buffers import BufferCollectives, Transfer
+from mpidist._mpi.ops import host_op
 
 
 def hierarchical(
@@ -100,7 +106,7 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._groups = [
-            (members, _Group(resources, nodes, part)) for members, part in groups
+            (members, Group(resources, nodes, part)) for members, part in groups
         ]
 
     def _prepare(self, arrays: list[Array]) -> _Call:
@@ -156,28 +162,30 @@ class _Call(NamedTuple):
     works: list[_Work]
 
 
-class _Group:
+class Group:
     """Leaves that are reduced together, as one sequence of bytes."""
 
     def __init__(
         self, resources: Resources, nodes: Nodes, signature: Signature
     ) -> None:
-        self.nbytes: int = signature.nest.nbytes
-        self._shapes = signature.nest.shapes
+        nest, node = signature.nest, nodes.node
+        self.nbytes: int = nest.nbytes
+        self._shapes = nest.shapes
         self._nodes = nodes
         self._guard = resources.guard
-        self._core = reduce_on_node(resources, signature)
+        self._core = core = reduce_on_node(resources, signature)
+        # The same layout; it makes no step, and knows the divisors.
+        self._layout = _native.core.Reduce(node.channel, nest.rows, node.piece_bytes)
         self._wanted = signature.root in (None, resources.comm.rank)
-        nest = signature.nest
-        self._exchange = NodeExchange(
-            nodes,
-            resources.guard,
-            self._core,
-            nest.rows,
-            nest.sizes,
-            signature.compress() if signature.compress else None,
-            nest.shapes[0][1] if nest.shapes else None,
-        )
+        self._compression = signature.compress() if signature.compress else None
+        self._ranges = list(zip(core.starts, nest.sizes, strict=True))
+        self._runs = _find_runs(nest.rows, self._ranges)
+        self._divisor = max((row.divisor for row in nest.rows), default=0)
+        # Of the slice of this rank that is sent.
+        self._first = 0
+        self._slice: HostArray | None = None
+        self._copies: list[HostArray] = []
+        self._transfer: Transfer | None = None
 
     def prepare(self, pairs: list[tuple[Array, Array | None]]) -> _Work:
         """Return what the core reads, and what it writes. Not collective.
@@ -198,28 +206,165 @@ class _Group:
 
     def run(self, work: _Work) -> None:
         """Reduce. Collective, after an agreement."""
-        core, exchange = self._core, self._exchange
-        nodes, guard = self._nodes, self._guard
+        core, nodes, guard = self._core, self._nodes, self._guard
         pieces, area = core.pieces, nodes.node.channel.areas_used
         if not pieces:
             return
         core.start(work.sources, work.sums if self._wanted else None)
-        exchange.start()
+        if self._compression is not None:
+            self._compression.begin()
         try:
             core.copy_in(0)
             for p in range(pieces):
                 nodes.step(guard)
                 core.combine(p)
-                exchange.begin(p, area + p)
+                self._begin(p, area + p)
                 if p:
                     core.copy_out(p - 1)
                 if p + 1 < pieces:
                     core.copy_in(p + 1)
-                exchange.finish()
+                self.finish()
             nodes.step(guard)
             core.copy_out(pieces - 1)
         except BaseException:
-            exchange.leave()
+            if self._transfer is not None:  # MPI may still read and write its buffers
+                self._transfer.leak()
+                self._transfer = None
             raise
         finally:
             core.finish()
+
+    def _begin(self, piece: int, area: int) -> None:
+        """Begin to send this rank's slice of a piece, which the node has reduced.
+
+        Args:
+            piece: its number.
+            area: the number of the area that has its sums, by its lowest bit.
+        """
+        nodes = self._nodes
+        if nodes.node.size > nodes.slices:
+            nodes.step(self._guard)  # slices of other ranks are in the ones that go out
+        peers, me = nodes.peers, nodes.node.rank
+        self._slice = None
+        if peers is None:
+            return
+        first, last = self._core.piece(piece)
+        cuts = _cut(last - first, nodes.slices)
+        a, b = cuts[me], cuts[me + 1]
+        if a == b:
+            return
+        start = nodes.node.channel.area(-1, area)
+        self._first = first + a
+        self._slice = nodes.memory()[start + a : start + b]
+        if self._compression is None:
+            self._transfer = self._send(peers, self._slice)
+
+    def _send(self, peers: BufferCollectives, piece: HostArray) -> Transfer:
+        """Start to reduce a slice over the peers, or to gather those of all."""
+        scratch = self._nodes.scratch
+        if peers.way.gathers:
+            rows = scratch[: piece.size * peers.size]
+            self._copies = list(rows.reshape(peers.size, piece.size))
+            call = functools.partial(peers.comm.Iallgather, piece, rows)
+            return peers.start((call,), piece, rows)
+        source = scratch[: piece.size]
+        source[...] = piece  # not MPI_IN_PLACE: see `way_of`
+        self._copies = [piece]
+        calls = []
+        for run in self._runs:
+            a = max(run.start - self._first, 0)
+            b = min(run.stop - self._first, piece.size)
+            if a < b:
+                send, receive = run.of(source[a:b]), run.of(piece[a:b])
+                calls.append(
+                    functools.partial(peers.comm.Iallreduce, send, receive, run.op)
+                )
+        return peers.start(calls, source, piece)
+
+    def finish(self) -> None:
+        """Wait until the slice has the sums of all nodes."""
+        peers, piece = self._nodes.peers, self._slice
+        if piece is None or peers is None:
+            return
+        if self._compression is not None:
+            self._reduce_compressed(peers, self._compression)
+            return
+        assert self._transfer is not None
+        peers.finish(self._transfer)
+        self._transfer = None
+        if len(self._copies) > 1 or self._divisor:
+            self._layout.reduce_range(self._first, self._copies, piece)
+
+    def _reduce_compressed(
+        self, peers: BufferCollectives, compression: Compression
+    ) -> None:
+        """All-reduce the floats of the slice, as one array, as 16-bit floats."""
+        assert self._slice is not None
+        dtype = self._shapes[0][1]  # of all
+        first, last = self._first, self._first + self._slice.size
+        parts = [
+            self._slice[max(a, first) - first : min(a + n, last) - first]
+            for a, n in self._ranges
+            if max(a, first) < min(a + n, last)
+        ]
+        if not parts:
+            return
+        floats = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        floats = floats.view(dtype)
+        compression.allreduce(peers, floats)
+        if self._divisor:
+            np.true_divide(floats, dtype.type(self._divisor), out=floats)
+        if len(parts) > 1:
+            raw, at = floats.view(np.uint8), 0
+            for part in parts:
+                part[...] = raw[at : at + part.size]
+                at += part.size
+
+
+class _Run(NamedTuple):
+    """Leaves that follow each other, of one dtype and operation: one call of MPI.
+
+    Attributes:
+        start: the first byte, in the layout of the nest.
+        stop: the end of the last leaf.
+        dtype: of the elements, as MPI takes them.
+        op: an `mpi4py.MPI.Op`.
+        datatype: of MPI, if NumPy's is none of its own.
+    """
+
+    start: int
+    stop: int
+    dtype: DType
+    op: Any
+    datatype: Any
+
+    def of(self, raw: HostArray) -> Any:
+        """Return bytes as MPI takes them."""
+        if self.datatype is None:
+            return raw.view(self.dtype)
+        return [raw, raw.size // self.datatype.Get_size(), self.datatype]
+
+
+def _find_runs(
+    rows: list[_native.ReduceLeaf], ranges: list[tuple[int, int]]
+) -> list[_Run]:
+    """Return the runs of a nest, in their order."""
+    runs: list[_Run] = []
+    names: list[tuple[str, str]] = []
+    for row, (start, nbytes) in zip(rows, ranges, strict=True):
+        name = (row.dtype, row.operation)
+        if (
+            names and names[-1] == name
+        ):  # with the bytes between them, which nobody reads
+            runs[-1] = runs[-1]._replace(stop=start + nbytes)
+            continue
+        names.append(name)
+        op, dtype, datatype = host_op(*name)
+        runs.append(_Run(start, start + nbytes, dtype, op, datatype))
+    return runs
+
+
+def _cut(nbytes: int, count: int) -> list[int]:
+    """Return the limits of ``count`` equal parts, in bytes, at cache lines."""
+    lines = nbytes // LINE
+    return [lines * k // count * LINE for k in range(count + 1)]

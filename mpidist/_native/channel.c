@@ -404,11 +404,6 @@ int md_wait_room(md_channel *ch, uint32_t nbytes) {
   return wait_on(ch, &c);
 }
 
-int md_has_message(const md_channel *ch) {
-  uint32_t posted = atomic_load_explicit(&ch->common->posted, memory_order_acquire);
-  return (int32_t)(posted - ch->messages) > 0;
-}
-
 int md_wait_message(md_channel *ch, uint32_t *nbytes) {
   md_common *common = ch->common;
   md_condition c = {&common->posted, &common->posted_sleepers, NULL, NULL, 0, 1, 0};

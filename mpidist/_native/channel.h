@@ -180,7 +180,6 @@ int md_wait_room(md_channel *ch, uint32_t nbytes);
 /* The size of the next message; wait for it (MD_OK), then copy it. */
 int md_wait_message(md_channel *ch, uint32_t *nbytes);
 void md_take(md_channel *ch, void *data, uint32_t nbytes);
-int md_has_message(const md_channel *ch);
 
 static inline md_header *md_header_of(const md_channel *ch, int rank, uint32_t number) {
   return &ch->parts[rank]->header[number & 1];

@@ -125,7 +125,6 @@ PyMODINIT_FUNC PyInit__core(void) {
                    {"PAYLOAD_ALIGNMENT", PAYLOAD_ALIGNMENT},
                    {"EAGER_BYTES", MD_EAGER_BYTES},
                    {"MESSAGE_BYTES", MD_MESSAGE_BYTES},
-                   {"RING_BYTES", MD_RING_BYTES},
                    {"MAX_RANKS", MD_MAX_RANKS},
                    {"CHECKSUM", MD_CHECKSUM}};
   import_array();

@@ -203,8 +203,7 @@ static PyObject *Channel_leave(Channel *self, PyObject *ignored) {
 
 static PyObject *Channel_post(Channel *self, PyObject *args) {
   Py_buffer data;
-  int wait = 1;
-  if (!PyArg_ParseTuple(args, "y*|p", &data, &wait)) return NULL;
+  if (!PyArg_ParseTuple(args, "y*", &data)) return NULL;
   if (data.len > MD_MESSAGE_BYTES) {
     PyBuffer_Release(&data);
     return PyErr_Format(PyExc_ValueError, "post: at most %d bytes", MD_MESSAGE_BYTES);
@@ -214,14 +213,12 @@ static PyObject *Channel_post(Channel *self, PyObject *args) {
     return NULL;
   }
   md_channel *ch = &self->channel;
-  int status = MD_OK, sent;
-  while (!(sent = md_try_post(ch, data.buf, (uint32_t)data.len)) && wait)
+  int status = MD_OK;
+  while (!md_try_post(ch, data.buf, (uint32_t)data.len))
     if ((status = md_wait_room(ch, (uint32_t)data.len))) break;
   PyObject *result = end_call(self, status); /* which holds the GIL again */
   PyBuffer_Release(&data);
-  if (!result || status) return result;
-  Py_DECREF(result);
-  return PyLong_FromLong(sent ? MD_OK : MD_AGAIN);
+  return result;
 }
 
 static PyObject *Channel_take(Channel *self, PyObject *ignored) {
@@ -281,9 +278,6 @@ static PyObject *Channel_get(Channel *self, void *closure) {
     case 'w': return PyLong_FromLong(ch->who);
     case 's': return PyFloat_FromDouble(self->seconds);
     case 'l': return PyFloat_FromDouble(now() - self->last);
-    case 'm': return PyBool_FromLong(md_has_message(ch));
-    case 'n': return PyLong_FromLong(ch->size);
-    case 'r': return PyLong_FromLong(ch->rank);
     case 'x': return PyBool_FromLong(ch->tree);
     case 'k': return PyLong_FromUnsignedLong(self->reductions);
     case 'y': return PyLong_FromUnsignedLongLong(self->reduced);
@@ -291,7 +285,6 @@ static PyObject *Channel_get(Channel *self, void *closure) {
     case 'z': return PyLong_FromUnsignedLongLong(self->gathered);
     case 'p': return PyLong_FromUnsignedLong(self->results_in_arena);
     case 'b': return PyLong_FromUnsignedLong(self->sources_in_arena);
-    case 'v': return PyLong_FromUnsignedLongLong(ch->moved);
     case '0': Py_RETURN_FALSE;
     default: return Py_NewRef(self->pause ? self->pause : Py_None);
   }
@@ -321,8 +314,7 @@ static PyMethodDef Channel_methods[] = {
     {"leave", (PyCFunction)Channel_leave, METH_NOARGS,
      "leave()\n--\n\nTell all ranks that this one makes no more steps."},
     {"post", (PyCFunction)Channel_post, METH_VARARGS,
-     "post(data, wait=True)\n--\n\n"
-     "Send a message from rank 0; return OK, LEFT, or AGAIN where there is no room."},
+     "post(data)\n--\n\nSend a message from rank 0; return OK or LEFT."},
     {"take", (PyCFunction)Channel_take, METH_NOARGS,
      "take()\n--\n\nReturn the next message of rank 0; or LEFT."},
     {"broadcast", (PyCFunction)Channel_broadcast, METH_VARARGS,
@@ -343,10 +335,6 @@ static PyGetSetDef Channel_fields[] = {
     {"who", (getter)Channel_get, NULL, "The rank that has left.", "w"},
     {"seconds", (getter)Channel_get, NULL, "Time spent in calls.", "s"},
     {"lateness", (getter)Channel_get, NULL, "Seconds since the last header began.", "l"},
-    {"has_message", (getter)Channel_get, NULL, "Whether a message can be taken.", "m"},
-    {"moved", (getter)Channel_get, NULL, "Bytes of the ring that messages took so far.", "v"},
-    {"size", (getter)Channel_get, NULL, "The number of ranks.", "n"},
-    {"rank", (getter)Channel_get, NULL, "This rank.", "r"},
     {"moves", (getter)Channel_get, NULL,
      "False: while data move, steps say which ranks are missing.", "0"},
     {"tree", (getter)Channel_get, NULL, "Whether ranks wait by a tree of counters.", "x"},

@@ -23,16 +23,17 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
     PyErr_SetString(PyExc_RuntimeError, "Memory: it is mapped already");
     return -1;
   }
-  int flags = MAP_SHARED | MAP_NORESERVE;
+  int flags = MAP_NORESERVE;
   self->fd = -1;
   if (fd >= 0) {
+    flags |= MAP_SHARED;
     self->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (self->fd < 0) {
       PyErr_SetFromErrno(PyExc_OSError);
       return -1;
     }
   } else {
-    flags |= MAP_ANONYMOUS;
+    flags |= MAP_PRIVATE | MAP_ANONYMOUS;
   }
   void *start = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE, flags, self->fd, 0);
   if (start == MAP_FAILED) {
@@ -89,27 +90,10 @@ static int reserve(Memory *self, Py_ssize_t start, Py_ssize_t nbytes) {
   return error;
 }
 
-static PyObject *Memory_reserve(Memory *self, PyObject *args) {
-  Py_ssize_t start, nbytes;
-  if (!PyArg_ParseTuple(args, "nn", &start, &nbytes)) return NULL;
-  int error;
-  Py_BEGIN_ALLOW_THREADS error = reserve(self, start, nbytes);
-  Py_END_ALLOW_THREADS if (error) {
-    errno = error;
-    return PyErr_SetFromErrno(PyExc_OSError);
-  }
-  Py_RETURN_NONE;
-}
-
 static int Memory_getbuffer(Memory *self, Py_buffer *view, int flags) {
   return PyBuffer_FillInfo(view, (PyObject *)self, self->start, self->nbytes, 0, flags);
 }
 
-static PyMethodDef Memory_methods[] = {
-    {"reserve", (PyCFunction)Memory_reserve, METH_VARARGS,
-     "reserve(start, nbytes)\n--\n\n"
-     "Have the system set these bytes aside.\n\nRaises:\n    OSError: where there is no room."},
-    {NULL}};
 static PyBufferProcs Memory_buffer = {(getbufferproc)Memory_getbuffer, NULL};
 PyTypeObject MemoryType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Memory",
@@ -121,7 +105,6 @@ PyTypeObject MemoryType = {
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Memory_init,
     .tp_dealloc = (destructor)Memory_dealloc,
-    .tp_methods = Memory_methods,
     .tp_as_buffer = &Memory_buffer};
 
 /* --- Pool and Slot ----------------------------------------------------------------- */
@@ -267,11 +250,6 @@ static PyObject *Pool_used(Pool *self, void *closure) {
   return PyLong_FromSize_t(self->nbytes - unused);
 }
 
-static PyObject *Pool_reserved(Pool *self, void *closure) {
-  (void)closure;
-  return PyLong_FromSize_t(self->reserved);
-}
-
 static PyMethodDef Pool_methods[] = {
     {"take", (PyCFunction)Pool_take, METH_O,
      "take(nbytes)\n--\n\n"
@@ -279,7 +257,6 @@ static PyMethodDef Pool_methods[] = {
     {NULL}};
 static PyGetSetDef Pool_fields[] = {
     {"used", (getter)Pool_used, NULL, "Bytes that blocks have, in whole pages.", NULL},
-    {"reserved", (getter)Pool_reserved, NULL, "Bytes that were set aside so far.", NULL},
     {NULL}};
 PyTypeObject PoolType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Pool",

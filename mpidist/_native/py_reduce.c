@@ -256,11 +256,6 @@ static int finish_reduction(Reduce *self, int status) {
   return finish_call(self->channel, status);
 }
 
-static PyObject *end_reduction(Reduce *self, int status) {
-  status = finish_reduction(self, status);
-  return status < 0 ? NULL : PyLong_FromLong(status);
-}
-
 /* Reduce with one header; return the status, or -1 with an exception. */
 static int reduce_small(Reduce *self, const void *const *sources, void *const *results,
                         long long fingerprint, long long patience) {
@@ -355,7 +350,8 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
     }
     status = md_shared_finish(ch, &shared);
   }
-  result = end_reduction(self, status);
+  status = finish_reduction(self, status);
+  if (status >= 0) result = PyLong_FromLong(status);
   release_views(self);
   return result;
 }

@@ -407,7 +407,6 @@ static int messages(Rank *me, Random *shared) {
     uint32_t found;
     MUST(md_wait_message(ch, &found));
     EXPECT(me, found == nbytes);
-    EXPECT(me, md_has_message(ch));
     md_take(ch, me->buffer, nbytes);
     for (uint32_t i = 0; i < nbytes; i++)
       EXPECT(me, me->buffer[i] == (unsigned char)(seed + i));
