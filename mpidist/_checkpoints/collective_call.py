@@ -33,10 +33,8 @@ class CollectiveCall:
 
     def attempt(self, work: Callable[[], _R]) -> _R:
         """Run code that may fail on this rank; if it does, all ranks raise it."""
-        try:
+        with self.guard.checking(self.name):
             return work()
-        except Exception as error:
-            self.collectives.invalid(self.name, error)
 
     def agree(self, text: str) -> None:
         """Check that all ranks do the same. Collective."""

@@ -211,11 +211,9 @@ class SavedObjects:
     ) -> tuple[CollectiveCall, list[Item]]:
         """Find the items, which may have changed, and their strategy."""
         context.require_program_level(context.current().group, name)
-        try:
+        with self._nearest.guard.checking(name):
             items = contents.collect(self.by_name, unmade)
             group = _group_of(items, name)
-        except Exception as error:
-            self._nearest.collectives.invalid(name, error)
         if group is None:
             group = context.current().group
             if not group.is_mpi:  # that of the scope in which it was made

@@ -314,7 +314,6 @@ def check(arguments: Sequence[str]) -> int:
         "GPUs": system.gpus,
         "shared memory": system.shared_memory,
         "folder": lambda: check_folder(job, given.folder),
-        "clocks": system.clock,
         "CUDA-aware MPI": checks.cuda_aware,
     }
     if given.folder is None:

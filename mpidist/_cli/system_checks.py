@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -24,12 +23,10 @@ from mpidist._mpi import launcher
 
 _NEEDED_SHM: Final = 64 * 2**20
 _LIBRARY_NAME: Final = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
-_JUMP_SECONDS: Final = 0.5
-_APART_SECONDS: Final = 2.0
 
 
 class SystemChecks:
-    """Checks of libraries, placement, cores, memory, clocks and file systems.
+    """Checks of libraries, placement, cores, memory and file systems.
 
     Args:
         job: the ranks.
@@ -37,7 +34,6 @@ class SystemChecks:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._clocks = _clocks()
 
     def libraries(self) -> str | Note:
         """Check that there is one MPI: in this process, and on the PATH."""
@@ -189,32 +185,6 @@ class SystemChecks:
             )
         return f"/dev/shm: {max(smallest, 0) / 2**30:.3g} GiB free"
 
-    def clock(self) -> str | Note:
-        """Check that the clocks run evenly, and show the same time."""
-        job = self._job
-        (wall, steady), (wall_now, steady_now) = self._clocks, _clocks()
-        mine = (wall_now - wall) - (steady_now - steady)
-        jumps: list[float] = job.comm.allgather(mine)
-        jump = max(jumps, key=abs)
-        job.comm.Barrier()
-        now: list[float] = job.comm.allgather(time.time())
-        apart = max(now) - min(now)
-        if abs(jump) > _JUMP_SECONDS:
-            return Note(
-                f"the clock of rank {jumps.index(jump)} jumped by {jump:.3g} s in the "
-                f"last {steady_now - steady:.3g} s",
-                "is the time of this machine being set? mpidist measures with a clock "
-                "that does not jump; times of files and logs are wrong",
-            )
-        if apart > _APART_SECONDS:
-            behind = now.index(min(now))
-            return Note(
-                f"the clocks of the nodes are {apart:.3g} s apart (rank {behind}'s is "
-                "behind): times of files and logs cannot be compared",
-                "synchronise them: NTP, chrony",
-            )
-        return "they run evenly, and show the same time"
-
 
 def _sum(sizes: Sequence[int]) -> str:
     return " + ".join(map(str, sizes))
@@ -271,7 +241,3 @@ def _other_launcher(vendor: str) -> Note | None:
         f"{known[0]}: with it each rank would be alone",
         f"put the folder of {vendor}'s mpirun first, or start by `mpidist run`",
     )
-
-
-def _clocks() -> tuple[float, float]:
-    return time.time(), time.monotonic()

@@ -154,7 +154,8 @@ class DistributedIterator(PositionedIterator):
         feed = self._feed
         call = "DistributedIterator.restore"
         context.require_program_level(feed.group, "restore")
-        try:
+        guard = feed.collectives.guard
+        with guard.checking(call):
             to = checked_state(call, state, self.state())
             iteration, position = int(to["iteration"]), int(to["position"])
             source_state = to["sources"].get(str(feed.collectives.comm.rank))
@@ -162,8 +163,6 @@ class DistributedIterator(PositionedIterator):
                 source_state = next(iter(to["sources"].values()), None)
             seeds = to["shuffle_seeds"]
             stage = self._stage.with_shuffle_seeds(iter(seeds))
-        except Exception as error:
-            feed.collectives.invalid(call, error)
         stream = self._stream if stage.one_shot else None
         try:
             # Nothing that was read before is dropped until all ranks have got there.
@@ -221,7 +220,8 @@ class DistributedIterator(PositionedIterator):
         context.require_program_level(feed.group, name)
         guard = feed.collectives.guard
         if self._failure:
-            feed.collectives.invalid(name, RuntimeError(f"{name}: {self._failure}"))
+            with guard.checking(name):
+                raise RuntimeError(f"{name}: {self._failure}")
         try:
             if not self._waiting:
                 with guard.span("reading input"):

@@ -77,11 +77,12 @@ def broadcast_optimizer_state(
     group = group_of_call(strategy, call)
 
     if getattr(optimizer, "state_is_collective", False):
-        error = TypeError(
-            f"{call}: the state of a ZeroRedundancyOptimizer is on all ranks; write "
-            "`optimizer.load_state_dict(state)` on all ranks, each takes its part"
-        )
-        group.collectives.invalid(call, error)
+        with group.guard.checking(call):
+            raise TypeError(
+                f"{call}: the state of a ZeroRedundancyOptimizer is on all ranks; "
+                "write `optimizer.load_state_dict(state)` on all ranks, each takes its "
+                "part"
+            )
 
     def state() -> list[Nest]:
         is_optimizer = isinstance(optimizer, torch.optim.Optimizer)

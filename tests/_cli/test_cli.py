@@ -229,7 +229,7 @@ def test_check_on_ranks(on_ranks):
         *("ranks", "MPI library", "versions", "settings", "strategy"),
         *("all_reduce", "all_gather", "merge_call", "optimizer", "mismatch"),
         *("exception", "native core", "placement", "cores", "open files"),
-        *("GPUs", "shared memory", "folder", "clocks", "CUDA-aware MPI"),
+        *("GPUs", "shared memory", "folder", "CUDA-aware MPI"),
     ]
     assert set(states.values()) <= {"ok", "note"}
     assert "3 ranks on 1 node" in text

@@ -51,8 +51,6 @@ if rank == 0:
 check("fsync", *folder)
 os.fsync = fsync
 if rank == 1:
-    seconds = iter(range(0, 10**9, 1000))
-    time.time = lambda: float(next(seconds))
     upward = {"x86_64": 0x800, "aarch64": 0x400000}
     ctypes.CDLL("libm.so.6").fesetround(upward[platform.machine()])
 core = min(os.sched_getaffinity(0))  # Intel MPI has given each rank another one
@@ -102,7 +100,6 @@ def test_a_folder_that_is_not_safe_for_checkpoints(found, fault, text):
 def test_what_is_wrong_with_machines(found):
     code, rows = found["machine"]
     assert code == 0  # notes
-    assert rows["clocks"]["text"].startswith("the clock of rank 1 jumped by ")
     assert rows["placement"]["text"] == (
         "SLURM placed 1 + 1 ranks, but those that share memory are 2"
     )
