@@ -12,9 +12,10 @@ between ranks and between calls, so the ranks exchange them:
   arrays to the results of all. If lengths differ, the results are made again, and
   another header says where. If the arena of a rank is full, it is as between nodes.
 - `MpiGather`, for all others: MPI concatenates (``Iallgather``, ``Iallgatherv``), once
-  for each array, or once for all if they are small. Without `HeaderGather` the header
-  says whether the lengths are the same on all ranks, which is the usual case;
-  otherwise they are exchanged.
+  for each array, or once for all if they are small. One array of equal lengths along
+  axis 0 the core gathers behind the header, without Python in between. Without
+  `HeaderGather` the header says whether the lengths are the same on all ranks, which is
+  the usual case; otherwise they are exchanged.
 
 No memory is written while it is read: for small arrays see ``channel.h``. A rank
 returns its results after a step that all make when they have read them; until then they
@@ -44,6 +45,7 @@ from mpidist._collectives.mpi_gather import (
 )
 from mpidist._collectives.node import Node
 from mpidist._collectives.plan import Plan, Results
+from mpidist._collectives.pool import SMALLEST
 from mpidist._collectives.resources import Resources
 
 _QUICK_BYTES: Final = 32 * 1024  # which travel with the header on one node
@@ -66,7 +68,10 @@ def make(resources: Resources, signature: GatherSignature) -> Plan:
         return by_mpi
     if not guard.enabled or 8 * leaves > channel.share:
         return by_mpi
-    return HeaderGather(resources, signature, channel, by_mpi, channel.share - 8)
+    quick_bytes = channel.share - 8
+    if by_mpi.is_one_block:
+        quick_bytes = max(quick_bytes, SMALLEST)
+    return HeaderGather(resources, signature, channel, by_mpi, quick_bytes)
 
 
 class HeaderGather(Plan):
@@ -121,19 +126,21 @@ class HeaderGather(Plan):
                 memory = self.large.guess(arrays, lengths)
             except Exception as error:
                 raise guard.fail(call, error) from None
-        where = NOWHERE if memory is None else memory.offset
+        where: tuple[object, ...] = (NOWHERE, None) if memory is None else memory.where
         number, patience = call.fingerprint, guard.enter(call, timeout)
         with guard.payload(call):
-            status = meet(sources, lengths, number, patience, where)
+            status = meet(sources, lengths, number, patience, *where)
         if status is None:  # not contiguous, and nothing was sent
             try:
                 sources = [x.copy("C") for x in sources]
             except Exception as error:
                 raise guard.fail(call, error) from None
             with guard.payload(call):
-                status = meet(sources, lengths, number, patience, where)
+                status = meet(sources, lengths, number, patience, *where)
         if status:
-            guard.conclude(status, lambda ms: meet(sources, lengths, number, ms, where))
+            guard.conclude(
+                status, lambda ms: meet(sources, lengths, number, ms, *where)
+            )
         else:
             guard.sequence += 1
         return self._conclude(sources, memory, timeout)
@@ -143,10 +150,13 @@ class HeaderGather(Plan):
         guard, meet, number = self._guard, self._core.meet, self.call.fingerprint
         lengths = (x.shape[self._axes[0]],)
         if status:
-            guard.conclude(status, lambda ms: meet([x], lengths, number, ms, NOWHERE))
+            guard.conclude(
+                status, lambda ms: meet([x], lengths, number, ms, NOWHERE, result)
+            )
         else:
             guard.sequence += 1
-        found: Array = self._conclude([x], None, None)[0]
+        memory = None if result is None else Memory([result])
+        found: Array = self._conclude([x], memory, None)[0]
         return found
 
     def _conclude(

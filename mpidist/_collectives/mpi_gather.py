@@ -115,12 +115,20 @@ class Memory(NamedTuple):
     offset: int = NOWHERE
     messages: Sequence[Message] = ()
 
+    @property
+    def where(self) -> tuple[int, Array | None]:
+        """What the core needs to fill the results: the offset, or the one block."""
+        blocks = [message.receive for message in self.messages if not message.unpacks]
+        alone = len(blocks) == len(self.results) == 1
+        return self.offset, blocks[0] if alone else None
+
 
 class MpiGather(Plan):
     """All-gathers arrays of any kind by the transports of a call.
 
     Attributes:
         core: the nest in the core, if it exchanges the headers.
+        is_one_block: whether the result is what MPI gathers, as it comes.
     """
 
     core: _native.Gather = None
@@ -131,6 +139,9 @@ class MpiGather(Plan):
         self._transports = signature.transports
         self._pool = resources.pool
         self._packs = signature.on_host and len(signature.leaves) > 1
+        self.is_one_block: bool = (
+            len(signature.leaves) == 1 and signature.leaves[0].is_flat
+        )
 
     def __call__(
         self,

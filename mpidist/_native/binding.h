@@ -174,10 +174,13 @@ typedef struct {
   md_nest nest;  /* which it is */
 } Gather;
 
+/* The length of the result for which `gather_one` needs memory, with the one leaf of this length;
+   0: it travels with its header. */
+Py_ssize_t gather_needs(const Gather *self, Py_ssize_t length);
 /* Gather the one leaf, C-contiguous and of this length on this rank; return the status, or -1 with
-   an exception. */
-int gather_one(Gather *self, const void *source, Py_ssize_t length);
-/* The length of the result; -1: the array of some rank did not fit. */
+   an exception.  If `filled` is set then, the result is in `result`. */
+int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result);
+/* The length of the result otherwise; -1: the array of some rank did not fit. */
 Py_ssize_t gathered_length(const Gather *self);
 void gather_to(const Gather *self, int leaf, unsigned char *out);
 
@@ -226,6 +229,8 @@ int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest);
    are merged each has a share of the room, and the others leave it 0. */
 unsigned char *between_own_part(const Between *self);
 const unsigned char *between_part(const Between *self, int rank);
+/* Gather `nbytes` of each rank behind a header; -1: an exception. */
+int between_gather(Between *self, const void *from, void *rows, size_t nbytes);
 /* Whether a call was broken off while MPI was moving data: MPI may still write to its results, and
    read its arrays. */
 int is_abandoned(const Between *self);

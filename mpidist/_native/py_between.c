@@ -310,6 +310,13 @@ static void begin_moving(Between *self) {
   self->moves = 1;
 }
 
+int between_gather(Between *self, const void *from, void *rows, size_t nbytes) {
+  self->busy = 1;
+  self->start = now();
+  begin_moving(self);
+  return end(self, end_moving(self, start_gather(self, from, rows, nbytes)));
+}
+
 /* Reduce a nest that had no room behind its header; -1: an exception. */
 static int move(Between *self, const MovePlan *plan, const md_small *small) {
   const md_nest *nest = small->nest;
@@ -395,6 +402,29 @@ static PyObject *Between_Test(Between *self, PyObject *ignored) {
   (void)ignored;
   int there = test_some(self, TESTS_BETWEEN);
   return there < 0 ? NULL : PyBool_FromLong(there);
+}
+
+/* Of a request that is not of a header: a wait of Python's, without Python code while it is short. */
+static PyObject *Between_complete(Between *self, PyObject *pending) {
+  if (!self->owner) return PyErr_Format(PyExc_RuntimeError, "Between: it is not open");
+  PyObject *address = PyObject_CallOneArg(self->address_of, pending);
+  void *request = address ? PyLong_AsVoidPtr(address) : NULL;
+  Py_XDECREF(address);
+  if (!request) return NULL;
+  for (int i = 0; i < YIELDS / 8; i++) { /* Python looks at its clock in between */
+    for (int k = 0; k < TESTS_BETWEEN; k++) {
+      int done = 0, code = self->mpi_test(request, &done, self->status);
+      if (code) {
+        failed(self, code);
+        return NULL;
+      }
+      if (done) Py_RETURN_TRUE;
+    }
+    Py_BEGIN_ALLOW_THREADS sched_yield();
+    Py_END_ALLOW_THREADS
+    if (PyErr_CheckSignals()) return NULL;
+  }
+  Py_RETURN_FALSE;
 }
 
 static PyObject *Between_missing(Between *self, PyObject *ignored) {
@@ -517,6 +547,9 @@ static PyMethodDef Between_methods[] = {
      "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
     {"Test", (PyCFunction)Between_Test, METH_NOARGS,
      "Test()\n--\n\nWhether the last header has completed, as of an MPI request."},
+    {"complete", (PyCFunction)Between_complete, METH_O,
+     "complete(request)\n--\n\n"
+     "Return whether a request of mpi4py has completed: when it has, or after a while."},
     {"missing", (PyCFunction)Between_missing, METH_NOARGS,
      "missing()\n--\n\nReturn an empty list: a collective does not say who is missing."},
     {"leave", (PyCFunction)Between_leave, METH_NOARGS,

@@ -121,8 +121,21 @@ static PyObject *new_array(PyArray_Descr *dtype, int ndim, const npy_intp *shape
   return PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, shape, NULL, NULL, 0, NULL);
 }
 
-/* Both return the status, or -1 with an exception; and the result, if there is memory for it.  An
-   all-reduce makes no call without; Python tries again, and tells the others. */
+/* Make what the result of a call needs before it; -1: there is no memory. */
+static int prepare(const Entry *e, int reduces, PyObject **result) {
+  npy_intp shape[MOST_DIMS];
+  for (int k = 0; k < e->ndim; k++) shape[k] = e->shape[k];
+  if (!reduces) {
+    shape[e->axis] = gather_needs((Gather *)e->core, e->shape[e->axis]);
+    if (!shape[e->axis]) return 0;
+  }
+  *result = new_array(e->dtype, e->ndim, shape);
+  if (*result) return 0;
+  PyErr_Clear(); /* Python tries again, and tells the others */
+  return -1;
+}
+
+/* Both return the status, or -1 with an exception; and the result, if there is one yet. */
 static int reduce(const Entry *e, PyArrayObject *x, PyObject **result) {
   return reduce_one((Reduce *)e->core, PyArray_DATA(x), PyArray_DATA((PyArrayObject *)*result));
 }
@@ -130,14 +143,16 @@ static int reduce(const Entry *e, PyArrayObject *x, PyObject **result) {
 static int gather(const Entry *e, PyArrayObject *x, PyObject **result) {
   Gather *core = (Gather *)e->core;
   npy_intp shape[MOST_DIMS];
-  int status = gather_one(core, PyArray_DATA(x), PyArray_DIM(x, e->axis));
-  if (status != MD_OK) return status;
+  void *memory = *result ? PyArray_DATA((PyArrayObject *)*result) : NULL;
+  int status = gather_one(core, PyArray_DATA(x), PyArray_DIM(x, e->axis), memory);
+  if (status != MD_OK || core->filled) return status;
+  Py_CLEAR(*result);
   for (int k = 0; k < e->ndim; k++) shape[k] = e->shape[k];
   shape[e->axis] = gathered_length(core);
   if (shape[e->axis] < 0) return status;
   *result = new_array(e->dtype, e->ndim, shape);
   if (*result) gather_to(core, 0, PyArray_DATA((PyArrayObject *)*result));
-  else PyErr_Clear();
+  else PyErr_Clear(); /* Python tries again, and tells the others */
   return status;
 }
 
@@ -160,10 +175,7 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
   const Between *between = reduces ? r->between : g->between;
   /* Python refuses a call inside another, which goes on. */
   if (is_busy(between, reduces ? r->channel : g->channel)) return NULL;
-  if (reduces && !(result = new_array(found->dtype, found->ndim, found->shape))) {
-    PyErr_Clear();
-    return NULL;
-  }
+  if (prepare(found, reduces, &result)) return NULL;
   /* What runs during the call may drop the entry. */
   Entry e = *found;
   Py_INCREF(e.plan);

@@ -143,7 +143,33 @@ static int finish_gather(Gather *self, int status) {
   return self->between ? status : finish_call(self->channel, status);
 }
 
-int gather_one(Gather *self, const void *source, Py_ssize_t length) {
+/* Whether MPI gathers the one leaf as it is, and all know it by the last header. */
+static int is_one_block(const Gather *self) {
+  return self->between && self->count == 1 && self->leaves[0].before == 1;
+}
+
+Py_ssize_t gather_needs(const Gather *self, Py_ssize_t length) {
+  const int64_t lengths[] = {length};
+  if (!is_one_block(self) || gather_fits(self, lengths)) return 0;
+  return length * self->between->size;
+}
+
+/* Gather the one leaf behind a header, if it did not fit, and is of one length on all ranks; -1: an
+   exception. */
+static int fill(Gather *self, const void *source, void *result) {
+  if (!result || !is_one_block(self) || !last_verdict(self)->largest) return 0;
+  int64_t length = *(const int64_t *)gather_slot(self, self->between->rank);
+  for (int r = 0; r < self->between->size; r++)
+    if (*(const int64_t *)gather_slot(self, r) != length) return 0;
+  size_t nbytes = self->leaves[0].row * (size_t)length;
+  if (between_gather(self->between, source, result, nbytes)) return -1;
+  self->filled = 1;
+  self->between->gathers++;
+  self->between->gathered += nbytes;
+  return 0;
+}
+
+int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result) {
   unsigned char *slot = begin_slot(self);
   if (!slot) return -1;
   int64_t *lengths = (int64_t *)slot;
@@ -153,6 +179,7 @@ int gather_one(Gather *self, const void *source, Py_ssize_t length) {
     memcpy(slot + gather_head(self), source,
            self->leaves[0].before * self->leaves[0].row * (size_t)length);
   int status = exchange(self, slot, fits, self->fingerprint, self->patience, MD_NOWHERE);
+  if (status == MD_OK && fill(self, source, result)) return -1;
   return finish_gather(self, status);
 }
 
@@ -250,8 +277,21 @@ static int spread(Gather *self) {
   return md_spread(ch, self->parts, self->count);
 }
 
+/* Get the memory for the result of the one leaf, of the length of this rank's on all; -1: an
+   exception. */
+static int get_result(Gather *self, PyObject *result) {
+  Py_buffer *view = &self->views[self->count];
+  if (PyObject_GetBuffer(result, view, PyBUF_WRITABLE)) return -1;
+  self->held++;
+  size_t nbytes = (size_t)gather_needs(self, self->lengths[0]) * self->leaves[0].row;
+  if ((size_t)view->len == nbytes) return 0;
+  PyErr_Format(PyExc_TypeError, "Gather: the result has %zd bytes, expected %zu", view->len,
+               nbytes);
+  return -1;
+}
+
 static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
-  if (count != 5) return PyErr_Format(PyExc_TypeError, "meet: expected 5 arguments");
+  if (count != 6) return PyErr_Format(PyExc_TypeError, "meet: expected 6 arguments");
   long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
   long long result_offset = PyLong_AsLongLong(args[4]);
   if (PyErr_Occurred() || require_idle(self->held > 0) || parse_lengths(self, args[1])) return NULL;
@@ -259,7 +299,7 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
   unsigned char *slot;
   if (get_views(self, args[0])) {
     result = other_arrays();
-  } else if ((slot = begin_slot(self))) {
+  } else if ((args[5] == Py_None || !get_result(self, args[5])) && (slot = begin_slot(self))) {
     memcpy(slot, self->lengths, (size_t)self->count * sizeof *self->lengths);
     size_t at = gather_head(self);
     int fits = gather_fits(self, self->lengths);
@@ -272,10 +312,12 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
       status = spread(self);
       self->filled = status == MD_OK;
     }
-    status = finish_gather(self, status);
+    void *memory = self->held > self->count ? self->views[self->count].buf : NULL;
+    if (status == MD_OK && fill(self, self->views[0].buf, memory)) status = -1;
+    else status = finish_gather(self, status);
     if (status >= 0) result = PyLong_FromLong(status);
   }
-  release_views(self);
+  if (!is_abandoned(self->between)) release_views(self);
   return result;
 }
 
@@ -350,11 +392,12 @@ static PyObject *Gather_get(Gather *self, PyObject *results) {
 
 static PyMethodDef Gather_methods[] = {
     {"meet", (PyCFunction)(void *)Gather_meet, METH_FASTCALL,
-     "meet(arrays, lengths, fingerprint, patience_ms, result_offset)\n--\n\n"
+     "meet(arrays, lengths, fingerprint, patience_ms, result_offset, result)\n--\n\n"
      "Publish this rank's arrays, or where they are large their lengths; return a status.\n\n"
      "None, and nothing was sent, where the arrays are not contiguous.  If all ranks have the\n"
-     "same lengths, and memory for the results at `result_offset`, large arrays are there then:\n"
-     "`filled`.  Of the verdict, largest says whether some rank's arrays were large."},
+     "same lengths, and memory for the results at `result_offset`, or for that of the one leaf in\n"
+     "`result` (or None), large arrays are there then: `filled`.  Of the verdict, largest says\n"
+     "whether some rank's arrays were large."},
     {"spread", (PyCFunction)Gather_spread, METH_O,
      "spread(arrays)\n--\n\n"
      "Write the arrays of the last `meet` to the results of all ranks, which a header after it\n"

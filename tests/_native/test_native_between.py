@@ -432,14 +432,14 @@ def test_arrays_are_gathered_with_their_header(size: int, merges: bool) -> None:
     def body(rank: int) -> Any:
         gather = core.Gather(world.ranks[rank], [(1, 8)])
         x = np.arange(rank + 1) + 10 * rank
-        assert gathered(gather, x) == core.OK
+        assert gathered(gather, x, None) == core.OK
         assert gather.lengths() == [(k + 1,) for k in range(size)]
         out = np.empty(size * (size + 1) // 2, int)
         gather.get([out])
         large = np.ones(share // 8 if rank == 0 else 1)
         assert gather.fits((share // 8 - 1,))
         assert not gather.fits((share // 8,))
-        assert gathered(gather, large) == core.OK
+        assert gathered(gather, large, None) == core.OK
         assert gather.totals() is None
         counts = world.ranks[rank].gathers, world.ranks[rank].gathered
         return out.tolist(), counts
@@ -449,8 +449,60 @@ def test_arrays_are_gathered_with_their_header(size: int, merges: bool) -> None:
     assert in_threads(world, body) == want
 
 
-def gathered(gather: Any, x: Any) -> Any:
-    return gather.meet([x], (x.size,), 3, 0, core.NOWHERE)
+@pytest.mark.parametrize(("size", "merges"), _WAYS)
+def test_a_block_is_gathered_behind_its_header(size: int, merges: bool) -> None:
+    world = World(size, merges)
+
+    def body(rank: int) -> Any:
+        gather = core.Gather(world.ranks[rank], [(1, 8)])
+        one = np.full(ROOM, float(rank))
+        out = np.zeros((size, ROOM))
+        with pytest.raises(TypeError, match="the result has 8 bytes"):
+            gathered(gather, one, np.zeros(1))
+        assert gathered(gather, one, out) == core.OK
+        assert gather.filled
+        assert (
+            gathered(gather, one[: ROOM - rank], out[:, : ROOM - rank].copy())
+            == core.OK
+        )
+        assert not gather.filled  # of several lengths
+        assert gathered(gather, one[:1], None) == core.OK
+        assert not gather.filled  # it has come with the header
+        return out.tolist(), world.ranks[rank].iallgathers
+
+    want = [[float(rank)] * ROOM for rank in range(size)]
+    assert in_threads(world, body) == [(want, 1)] * size
+
+
+def gathered(gather: Any, x: Any, result: Any) -> Any:
+    return gather.meet([x], (x.size,), 3, 0, core.NOWHERE, result)
+
+
+def test_a_request_of_python_is_waited_for_a_while() -> None:
+    world = World(2)
+    one = world.ranks[0]
+    send, target, request = aligned(8), aligned(16), _WORD()
+
+    def start(rank: int, where: Any) -> None:
+        world._post_data(
+            rank,
+            send.ctypes.data,
+            target.ctypes.data,
+            8,
+            b"".join,
+            ctypes.addressof(where),
+        )
+
+    start(0, request)
+    assert one.complete(request) is False
+    assert 10 < world.tests < 1000
+    start(1, _WORD())
+    assert one.complete(request) is True
+    world.code = 13
+    with pytest.raises(MPIError, match="13"):
+        one.complete(request)
+    with pytest.raises(RuntimeError, match="not open"):
+        core.Between.__new__(core.Between).complete(request)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -148,7 +148,9 @@ def test_gather_of_equal_and_of_other_lengths(size: int, crowded: bool) -> None:
         for lengths in ([3] * size, list(range(size))):
             gather = core.Gather(me.channel, [(2, 6)])
             own = rows(me.rank, lengths[me.rank])
-            assert gather.meet([own], own.shape[1:2], 3, 0, core.NOWHERE) == core.OK
+            assert (
+                gather.meet([own], own.shape[1:2], 3, 0, core.NOWHERE, None) == core.OK
+            )
             assert [row[0] for row in gather.lengths()] == lengths
             out = np.empty((2, sum(lengths), 3), np.int16)
             gather.get([out])
@@ -180,8 +182,8 @@ def test_large_arrays_are_written_to_the_results_of_all(
             assert not gather.fits(mine)
             slot = me.pool.take(gather.layout(tuple(n * size for n in mine))[-1])
             at = slot.offset
-            assert gather.meet([x.T for x in arrays], mine, 3, 0, at) is None
-            assert gather.meet(arrays, mine, 3, 0, at) == core.OK
+            assert gather.meet([x.T for x in arrays], mine, 3, 0, at, None) is None
+            assert gather.meet(arrays, mine, 3, 0, at, None) == core.OK
             assert gather.totals() is None
             totals = tuple(map(sum, zip(*gather.lengths(), strict=True)))
             assert totals[0] == sum(lengths)
@@ -199,7 +201,7 @@ def test_large_arrays_are_written_to_the_results_of_all(
             counts = [k * (lengths[0] != lengths[-1]) for k in range(size)]
             np.testing.assert_array_equal(y, np.repeat(range(size), counts))
             with pytest.raises(TypeError, match=r"leaf 1 has .* bytes, expected"):
-                gather.meet([arrays[0], np.ones(99)], mine, 3, 0, at)
+                gather.meet([arrays[0], np.ones(99)], mine, 3, 0, at, None)
         return "ok"
 
     assert run(size, body, crowded=crowded) == ["ok"] * size
@@ -223,7 +225,7 @@ def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
             for call in (
                 lambda: gather.fits((2 * rows,)),
                 lambda: gather.layout((4 * rows,)),
-                lambda: gather.meet([y], (2 * rows,), 3, 0, slot.offset),
+                lambda: gather.meet([y], (2 * rows,), 3, 0, slot.offset, None),
                 lambda: gather.spread([x]),
             ):
                 with pytest.raises(RuntimeError, match="in a collective call of this"):
@@ -235,7 +237,7 @@ def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
             me.channel.pause = pause
         else:
             assert tried.wait(60)
-        assert gather.meet([x], (rows,), 3, 0, slot.offset) == core.OK
+        assert gather.meet([x], (rows,), 3, 0, slot.offset, None) == core.OK
         assert len(refused) >= 4 or me.rank
         np.testing.assert_array_equal(result, np.repeat([0, 1, 77], rows))
         return "ok"
