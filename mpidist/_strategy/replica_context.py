@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, overload
+from typing import Any, overload
 
 import numpy as np
 
 from mpidist._agreement.begun import CollectiveHandle
-from mpidist._base import backend, checksums, nest
-from mpidist._base.environment import debugging
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceFunction, ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_attributes
@@ -20,6 +17,7 @@ from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.interruptions import tells
 from mpidist._strategy.folds import fold
+from mpidist._strategy.replica_checks import checker, require_current
 from mpidist._strategy.scope import require_scope
 from mpidist._strategy.strategy import Args, Kwargs, Strategy, group_of
 from mpidist._values.array_like import ArrayLike
@@ -175,7 +173,7 @@ class ReplicaContext:
         """
         try:
             if context.current().replica_context is not self:
-                self._require_current("all_reduce")
+                require_current(self, "all_reduce")
             if type(reduce_op) is str and reduce_op in REDUCE_OPS:
                 # What programs write: without another Python call.
                 return self._all_reduce(REDUCE_OPS[reduce_op], value, options)
@@ -224,7 +222,7 @@ class ReplicaContext:
         """
         try:
             if context.current().replica_context is not self:
-                self._require_current("all_gather")
+                require_current(self, "all_gather")
             return self._all_gather(value, axis, options)
         except BaseException as error:
             interruptions.left(self._group, "all_gather", error)
@@ -315,21 +313,15 @@ class ReplicaContext:
             RuntimeError: if called outside this replica context.
         """
         return self._begin(
-            "all_gather_async",
-            value,
-            lambda: self._all_gather(value, axis, options),
-            False,
+            "all_gather_async", value, lambda: self._all_gather(value, axis, options)
         )
 
     def _begin(
-        self, name: str, value: Nest, make: Callable[[], Nest], at_once: bool
+        self, name: str, value: Nest, make: Callable[[], Nest], at_once: bool = False
     ) -> CollectiveHandle[Any]:
         try:
-            self._require_current(name)
-            check = None
-            if debugging():
-                with contextlib.suppress(Exception):  # which the call raises, too
-                    check = _checker(name, value)
+            require_current(self, name)
+            check = checker(name, value)
             return begun.begin(self._group, name, make, at_once=at_once, check=check)
         except BaseException as error:
             interruptions.left(self._group, name, error)
@@ -384,7 +376,7 @@ class ReplicaContext:
             CollectiveMismatchError: if the replicas' calls differ.
         """
         group = self._group
-        self._require_current("merge_call")
+        require_current(self, "merge_call")
         kwargs = {} if kwargs is None else kwargs
         if group.is_mpi:
             return group.merge_call(group, merge_fn, args, kwargs)
@@ -405,61 +397,3 @@ class ReplicaContext:
             with self._group.guard.checking("all_reduce"):
                 op = as_reduce_op(op, "all_reduce")
         return self._all_reduce(op, value, options)
-
-    def _require_current(self, call: str) -> None:
-        frame = context.current()
-        if frame.replica_context is self:
-            return
-        if frame.replica_context is None:
-            raise RuntimeError(
-                f"ReplicaContext.{call}: Need to be inside `call_for_each_replica()`: "
-                f"this code runs {frame.level.value}. "
-                f"{_IN_UPDATE if frame.level is _UPDATE else _INSTEAD[call]}"
-            )
-        if frame.group is not self._group:
-            raise RuntimeError(
-                f"ReplicaContext.{call}: Mismatching Strategy objects: "
-                f"{frame.group} is not {self._strategy}; write "
-                f"`mpidist.get_replica_context().{call}(...)`"
-            )
-        raise RuntimeError(
-            f"ReplicaContext.{call}: Mismatching ReplicaContext: another context of "
-            f"{self._strategy} is current; write "
-            f"`mpidist.get_replica_context().{call}(...)`"
-        )
-
-
-_UPDATE: Final = context.Level.UPDATE
-_IN_UPDATE: Final = (
-    "It cannot communicate: make the call before `update`, and pass the result in its "
-    "`args`"
-)
-_REDUCE: Final = "Write `strategy.reduce(op, value, axis=None)` here"
-_GATHER: Final = "Write `strategy.gather(value, axis)` here"
-_INSTEAD: Final = {
-    "all_reduce": _REDUCE,
-    "all_reduce_async": _REDUCE,
-    "all_gather": _GATHER,
-    "all_gather_async": _GATHER,
-    "merge_call": "Here the function can be called as it is: `merge_fn(strategy, ...)`",
-}
-
-
-def _checker(name: str, value: Nest) -> Callable[[], None]:
-    """Return a function that raises if a nest has changed since; for debugging."""
-
-    def digests() -> list[str]:
-        arrays = [x for x in nest.flatten(value)[0] if backend.is_array(x)]
-        return [checksums.summarize(backend.as_array(x, name)[0]) for x in arrays]
-
-    before = digests()
-
-    def check() -> None:
-        if digests() != before:
-            raise RuntimeError(
-                f"{name}: its `value` has changed since the call was begun, before "
-                "`result()`: on some rank the result may have parts of both values; "
-                "write to another array, or pass a copy"
-            )
-
-    return check

@@ -86,15 +86,13 @@ class StateStorage:
         """
         self._group, self._vote = group_of(strategy), vote
         call = CollectiveCall(self._group, "elastic.run")
-        self._manager = None
-        self.made = {}
+        self._manager, self.made = None, {}
         if self.build is not None:
             build = self.build
             made = call.together(lambda: build(strategy))
             self.made = call.attempt(lambda: self._check_made(made))
-        objects = {**self.given, **self.made}
-        for name in self.values:
-            objects[name] = Held(self.values, name)
+        held = {name: Held(self.values, name) for name in self.values}
+        objects = {**self.given, **self.made, **held}
         items = call.attempt(lambda: contents.collect(objects))
         for item in items:
             if isinstance(item, VariableItem):
@@ -372,15 +370,16 @@ class State:
         if name in values:
             values[name] = value
             return
-        if name in self._storage.given or name in self._storage.made:
-            raise AttributeError(
-                f"State: {name!r} is an object, and cannot be replaced; change it by "
-                "its own methods, such as `assign`"
-            )
-        raise AttributeError(
-            f"State: {name!r} would not be kept, since the state was made without it; "
-            f"write `State(..., {name}=...)`"
+        problem = (
+            "would not be kept, since the state was made without it; write "
+            f"`State(..., {name}=...)`"
         )
+        if name in self._storage.given or name in self._storage.made:
+            problem = (
+                "is an object, and cannot be replaced; change it by its own methods, "
+                "such as `assign`"
+            )
+        raise AttributeError(f"State: {name!r} {problem}")
 
     def __repr__(self) -> str:
         storage = self._storage
