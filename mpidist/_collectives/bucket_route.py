@@ -179,7 +179,7 @@ class BucketReduce(PreparedPlan[_Call]):
                 self._comm.buffers, backend.to_host(packed)
             )
         elif self._root is None:
-            transport.allreduce_in_place(packed, operation)
+            transport.allreduce(None, packed, operation)
         else:
             transport.reduce(packed, operation, self._root)
         if self._wanted:

@@ -85,8 +85,11 @@ class NcclTransport:
         """Return whether NCCL has the type and the operation."""
         return self._find(dtype, op) is not None
 
-    def allreduce(self, send: DeviceArray, receive: DeviceArray, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive``."""
+    def allreduce(
+        self, send: DeviceArray | None, receive: DeviceArray, op: MPIOp
+    ) -> None:
+        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
+        send = receive if send is None else send
         found = self._find(send.dtype, op)
         if found is not None and send.size:
             self._communicator.allReduce(
@@ -98,10 +101,6 @@ class NcclTransport:
                 backend.current_stream().ptr,
             )
             self._count("ncclAllReduce", send.nbytes)
-
-    def allreduce_in_place(self, buffer: DeviceArray, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all ranks into itself."""
-        self.allreduce(buffer, buffer, op)
 
     def reduce(self, buffer: DeviceArray, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""

@@ -18,7 +18,7 @@ from mpidist._collectives.node import Node
 from mpidist._collectives.nodes import NO_MEMORY, Nodes, SharedMemory
 from mpidist._collectives.pool import Pool
 from mpidist._collectives.staged import StagedTransport
-from mpidist._collectives.transports import DirectTransport, SharedTransport, Transports
+from mpidist._collectives.transports import DirectTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 
 _P = ParamSpec("_P")
@@ -109,10 +109,9 @@ class Resources:
         channel = None if self.node is None else self.node.channel
         self._why_not_shared = memory.problem
         self._shared: DirectTransport | None = None
-        if own is not None:
-            self._shared = SharedTransport(self.comm, self.guard, channel)
-        elif memory.in_process:
-            self._shared = DirectTransport(self.comm)
+        if own is not None or memory.in_process:
+            shares = own is not None
+            self._shared = DirectTransport(self.comm, shares, channel, self.guard)
         make = self.observing(RootMessages)
         self.messages: RootMessages = make(self.comm, self.guard, channel)
 

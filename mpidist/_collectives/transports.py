@@ -45,10 +45,7 @@ class Reducer(Transport, Protocol):
     """A transport that also reduces, what it `takes`."""
 
     def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive``."""
-
-    def allreduce_in_place(self, buffer: Any, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all ranks into itself."""
+        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
 
     def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root."""
@@ -57,27 +54,36 @@ class Reducer(Transport, Protocol):
 class DirectTransport:
     """Passes buffers to MPI: host memory, or GPU memory if MPI is CUDA-aware.
 
-    The methods are those of `Reducer`.
+    The methods are those of `Reducer`. Of ranks that share memory the core broadcasts;
+    all else that is in that memory has a route (`core_routes`, `hierarchical_route`).
+
+    Args:
+        comm: the ranks.
+        shares: whether ranks share memory.
+        channel: of the node, if all ranks are on one.
+        guard: is told if this rank leaves a broadcast there in the middle.
     """
 
-    name = "direct"
-
-    def __init__(self, comm: AnyCommunicator) -> None:
+    def __init__(
+        self,
+        comm: AnyCommunicator,
+        shares: bool = False,
+        channel: _native.Channel | None = None,
+        guard: Guard | None = None,
+    ) -> None:
         self.comm = comm
+        self.name = "shared" if shares else "direct"
+        self._channel = channel
+        self._guard = guard
 
     def takes(self, dtype: DType, op: str) -> bool:
         """Return True."""
         return True
 
-    def allreduce(self, send: Array, receive: Array, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive``."""
-        backend.synchronize(send)
+    def allreduce(self, send: Array | None, receive: Array, op: MPIOp) -> None:
+        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
+        backend.synchronize(receive if send is None else send)
         self.comm.allreduce(send, receive, op)
-
-    def allreduce_in_place(self, buffer: Array, op: MPIOp) -> None:
-        """Reduce ``buffer`` of all ranks into itself."""
-        backend.synchronize(buffer)
-        self.comm.allreduce(None, buffer, op)
 
     def reduce(self, buffer: Array, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root."""
@@ -86,8 +92,15 @@ class DirectTransport:
 
     def broadcast(self, buffer: Array, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
-        backend.synchronize(buffer)
-        self.comm.broadcast(buffer, root)
+        channel, guard = self._channel, self._guard
+        if channel is None or guard is None:
+            backend.synchronize(buffer)
+            self.comm.broadcast(buffer, root)
+            return
+        self.comm.traffic.count("Bcast", buffer.nbytes)
+        with guard.payload():
+            if channel.broadcast(buffer, root) == LEFT:
+                raise LeftError(channel.who)
 
     def all_gather(self, send: Array, receive: Array, counts: list[int]) -> None:
         """Concatenate bytes of all ranks, on all ranks."""
@@ -96,37 +109,6 @@ class DirectTransport:
 
     def check(self) -> None:
         """Do nothing: calls of MPI report their failures themselves."""
-
-
-class SharedTransport(DirectTransport):
-    """Host buffers of ranks that share memory: on one node the core copies them.
-
-    All else that is in that memory has a route (`core_routes`, `hierarchical_route`).
-
-    Args:
-        comm: the ranks.
-        guard: is told if this rank leaves a call in the middle.
-        channel: of the node, if all ranks are on one.
-    """
-
-    name = "shared"
-
-    def __init__(
-        self, comm: AnyCommunicator, guard: Guard, channel: _native.Channel | None
-    ) -> None:
-        super().__init__(comm)
-        self._guard = guard
-        self._channel = channel
-
-    def broadcast(self, buffer: Array, root: int) -> None:
-        """Copy the root's ``buffer`` to all ranks."""
-        if self._channel is None:
-            super().broadcast(buffer, root)
-            return
-        self.comm.traffic.count("Bcast", buffer.nbytes)
-        with self._guard.payload():
-            if self._channel.broadcast(buffer, root) == LEFT:
-                raise LeftError(self._channel.who)
 
 
 @dataclasses.dataclass(frozen=True)

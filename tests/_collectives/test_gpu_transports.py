@@ -160,7 +160,7 @@ def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     direct.allreduce(x, y, "MAX")
     pairs = [(y.memory, highest)]
     for call in (
-        lambda x: direct.allreduce_in_place(x, "MAX"),
+        lambda x: direct.allreduce(None, x, "MAX"),
         lambda x: direct.broadcast(x, size - 1),
         lambda x: direct.reduce(x, "MAX", 0),
     ):
@@ -307,7 +307,7 @@ def test_nccl_is_queued_on_the_current_stream(own_gpus, new_strategy, rank, size
         with stream:
             x = on_gpu(own_gpus, counting(rank, 100))
             before = posing.ndarray.synchronized
-            transport.allreduce_in_place(x, "MAX")
+            transport.allreduce(None, x, "MAX")
             assert posing.ndarray.synchronized == before
             pairs.append((Reader(x).get(), counting(size - 1, 100)))
     check(pairs)
