@@ -15,6 +15,7 @@ reference  fields               stands for
 value      key                  a variable or a distributed value
 named      path, aliases, type  an object that merge_fn can reach (`object_names`)
 global     module, name         a function or class of a module
+function   code, module         one that closes over nothing, with a module's globals
 array      dtype, shape, data   an array of at most `MOST_INLINE_BYTES`
 sent       number               another array, which is sent separately, from its buffer
 =========  ===================  ======================================================
@@ -193,6 +194,8 @@ class _Pickler(Pickler):  # type: ignore[misc]
         self._names = names
         self._content = content
         self._made: set[int] = set()  # functions, which are saved again, with the state
+        self._numbers: dict[int, int] = dict(writer.known)
+        self._referred: list[object] = []  # kept, since an id may be used again
         self.references: list[Reference] = []
         self.arrays: list[Array] = []
 
@@ -200,11 +203,11 @@ class _Pickler(Pickler):  # type: ignore[misc]
         # Called for every object in the content.
         if type(obj) in _BY_VALUE or id(obj) in self._made:
             return None
-        known = self._writer.known
-        number = known.get(id(obj))
+        number = self._numbers.get(id(obj))
         if number is None and (reference := self._reference_to(obj)) is not None:
-            number = len(known) + len(self.references)
+            number = self._numbers[id(obj)] = len(self._numbers)
             self.references.append(reference)
+            self._referred.append(obj)
         return number
 
     def _reference_to(self, obj: Any) -> Reference | None:
@@ -221,7 +224,10 @@ class _Pickler(Pickler):  # type: ignore[misc]
             if name is not None and id(obj) not in self._data:
                 return ("named", *name)
         if kind is types.FunctionType:
-            return None
+            home = functions.module_of(obj.__globals__)
+            if home is None or functions.state_of(obj) != functions.NO_STATE:
+                return None
+            return ("function", functions.encode(obj.__code__), home)
         if kind is np.ndarray and obj.dtype.kind in _NUMBERS:
             if obj.nbytes <= MOST_INLINE_BYTES:
                 return ("array", obj.dtype.str, obj.shape, obj.tobytes())
@@ -244,10 +250,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
                 return super().reducer_override(obj)
         self._made.add(id(obj))
         made = functions.make, (functions.encode(obj.__code__), home)
-        state = functions.state_of(obj)
-        if state == functions.NO_STATE:
-            return made
-        return *made, state, None, None, functions.fill
+        return *made, functions.state_of(obj), None, None, functions.fill
 
 
 class _Unpickler(pickle.Unpickler):
@@ -269,6 +272,7 @@ class Reader:
             "value": self._value,
             "named": self._named,
             "global": functions.lookup,
+            "function": functions.make,
             "array": lambda dtype, shape, data: np.ndarray(shape, dtype, data).copy(),
         }
 
