@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import io
 import os
@@ -313,6 +314,25 @@ def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(scope="session")
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that returns a file, which one of all workers of this run makes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def built(name: str, make: Callable[[Path], object]) -> Path:
+        path, part = folder / name, folder / f"{name}.part"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make(part)
+                part.rename(path)
+        return path
+
+    return built
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ found by tests/_native/test_native_stress.py, under ThreadSanitizer.
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import shutil
 import subprocess
 import sysconfig
-import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from test_native_kernels import (
     random_source,
     special_values,
 )
-from test_native_stress import BUILDS, NATIVE, Tools, build, run
+from test_native_stress import NATIVE, Tools, build, run
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 DRIVER = pathlib.Path(__file__).with_name("kernel_bits.c")
@@ -36,7 +35,7 @@ COUNT = 4099  # more than a block of any dtype, and a rest
 LONG = ("f16", "c32")  # long double is another format there
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(700),
     pytest.mark.skipif(
         not (shutil.which(COMPILER) and shutil.which(EMULATOR)),
         reason="no gcc-aarch64-linux-gnu, or no qemu-user",
@@ -63,13 +62,18 @@ def test_the_python_module_compiles(tmp_path: pathlib.Path) -> None:
         assert made.returncode == 0, made.stderr
 
 
-@functools.cache
-def driver(*compiler: str) -> str:
-    path = pathlib.Path(tempfile.mkdtemp(dir=BUILDS.name)) / "kernel_bits"
-    files = [str(DRIVER), str(NATIVE / "kernels.c"), f"-I{NATIVE}", "-o", str(path)]
-    made = run(*compiler, *FLAGS.split(), "-Wall", *files, "-lm")
-    assert (made.returncode, made.stderr) == (0, ""), made.stderr
-    return str(path)
+@pytest.fixture(scope="session")
+def drivers(built_once: Callable[..., pathlib.Path]) -> tuple[str, str]:
+    """Return the program that reduces: for this machine, and for aarch64."""
+
+    def make(path: pathlib.Path, *compiler: str) -> None:
+        files = [str(DRIVER), str(NATIVE / "kernels.c"), f"-I{NATIVE}", "-o", str(path)]
+        made = run(*compiler, *FLAGS.split(), "-Wall", *files, "-lm")
+        assert (made.returncode, made.stderr) == (0, ""), made.stderr
+
+    here = built_once("kernel_bits", lambda path: make(path, "cc"))
+    there = built_once("kernel_bits64", lambda path: make(path, COMPILER, "-static"))
+    return str(here), str(there)
 
 
 def reduced(program: list[str], name: str, op: str, sources: list[Any], by: int) -> Any:
@@ -94,8 +98,10 @@ def sources_of(name: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(("name", "op"), a_third(CASES))
-def test_the_kernels_give_the_same_bits(name: str, op: str) -> None:
-    here, there = [driver("cc")], [EMULATOR, driver(COMPILER, "-static")]
+def test_the_kernels_give_the_same_bits(
+    name: str, op: str, drivers: tuple[str, str]
+) -> None:
+    here, there = [drivers[0]], [EMULATOR, drivers[1]]
     for sources in sources_of(name):
         for divisor in (0, 3) if op == "SUM" and name in INEXACT else (0,):
             exact = [x * 3 for x in sources] if name in LONG and divisor else sources

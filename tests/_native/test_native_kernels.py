@@ -55,7 +55,7 @@ CASES = [(n, op) for n in DTYPES for op in OPS if has_kernel(n, op)]
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library(built_once: Callable[..., pathlib.Path]) -> ctypes.CDLL:
     prebuilt = os.environ.get("MPIDIST_TEST_KERNELS")
     if prebuilt:
         return load(prebuilt)
@@ -64,11 +64,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = next((c for c in commands if shutil.which(c[0])), None)
     if compiler is None:
         pytest.skip("no C compiler: none of $CC, cc, gcc, clang")
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    flags = [*FLAGS.split(), "-fPIC", "-shared"]
-    command = [*compiler, *flags, "-o", str(path), str(SOURCE), "-lm"]
-    subprocess.run(command, check=True)
-    return load(str(path))
+    command = [*compiler, *FLAGS.split(), "-fPIC", "-shared", str(SOURCE), "-lm", "-o"]
+
+    def make(path: pathlib.Path) -> None:
+        subprocess.run([*command, str(path)], check=True)
+
+    return load(str(built_once("kernels.so", make)))
 
 
 def load(path: str) -> ctypes.CDLL:
