@@ -650,20 +650,28 @@ class Interrupted(Exception):  # noqa: N818 - as a signal's handler raises it
     pass
 
 
-def interrupted_by_a_signal(call: Callable[[], object]) -> None:
+def interrupted_by_a_signal(
+    call: Callable[[], object], waits: Callable[[], bool]
+) -> None:
+    """Have a signal raise in a call, once it waits."""
+
     def handler(_: object, frame: Any) -> None:
-        while frame is not None:
-            if frame.f_code is World._test.__code__:  # ctypes swallows exceptions
-                signal.setitimer(signal.ITIMER_REAL, 0.0007)
-                return
+        again = not waits()
+        while frame is not None:  # ctypes swallows exceptions
+            again = again or frame.f_code is World._test.__code__
             frame = frame.f_back
-        raise Interrupted
+        if not again:
+            raise Interrupted
+        signal.setitimer(signal.ITIMER_REAL, 0.0007)
+
+    def begin() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        call()
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Interrupted):
-            call()
+            begin()
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -672,7 +680,7 @@ def interrupted_by_a_signal(call: Callable[[], object]) -> None:
 def test_a_signal_ends_a_wait_without_python(merges: bool) -> None:
     world = World(2, merges)
     rank = world.ranks[0]
-    interrupted_by_a_signal(lambda: rank.meet(*header(1)))
+    interrupted_by_a_signal(lambda: rank.meet(*header(1)), lambda: rank.active)
     assert rank.active
 
 
@@ -838,7 +846,8 @@ def test_a_signal_while_data_move_keeps_their_memory() -> None:
     reduce = core.BetweenReduce(first, [leaf], 3, 0, way, [(22, 31)])
     second.start(*header(3))  # and it never sends its data
     x, out = np.ones(100), np.full(100, 5.0)
-    interrupted_by_a_signal(functools.partial(reduce.eager, x, out))
+    call = functools.partial(reduce.eager, x, out)
+    interrupted_by_a_signal(call, lambda: first.moves)
     assert (first.active, first.moves, first.reductions) == (True, True, 0)
     assert (out == 5).all()
     with pytest.raises(RuntimeError, match="abandoned"):
