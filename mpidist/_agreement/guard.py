@@ -366,10 +366,9 @@ class Guard(SharedState):
             What to raise.
         """
         usable = self.breakdown.state is State.USABLE
-        if not (self.enabled and usable and self.sections.error is None):
+        told = isinstance(error, CollectiveError)  # all ranks have it already
+        if told or not (self.enabled and usable and self.sections.error is None):
             return error
-        if isinstance(error, CollectiveError):
-            return error  # all ranks have it already
         with self.observed(call) as span:
             self.exchange(call, 1)
             found, _ = self.reports.exchange(call, error, kind)

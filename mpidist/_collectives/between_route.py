@@ -21,9 +21,9 @@ from mpidist._collectives import nodes
 from mpidist._collectives.core_routes import EagerReduce
 from mpidist._collectives.plan import Results, Signature
 from mpidist._collectives.resources import Resources
-from mpidist._mpi.buffers import Way
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.ops import handles_of
+from mpidist._mpi.way import Way
 
 # Of nests that are copied into one buffer, or gathered.
 _MOST_COPIED_BYTES: Final = 2**20

@@ -2,7 +2,7 @@
 
 Each method starts non-blocking collectives of MPI and waits for them (``wait``), with a
 deadline. MPI chooses the algorithm. What is decided here is how many collectives an
-array is cut into, and which one an all-reduce is (`Way`).
+array is cut into; which one an all-reduce is says `Way`.
 
 **Invariants.** All ranks of the communicator call the same method with the same sizes:
 the guard ensures it. On the host no array but the scratch memory of an all-reduce is
@@ -15,61 +15,23 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.environment import AllReduceChoice
 from mpidist._base.memory import LINE, leak, round_up
 from mpidist._base.reduce_op import COMBINE
 from mpidist._base.reduce_op import MPIOp as MPIOp
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
+from mpidist._mpi.way import MOST_PIECE, Way, way_of
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
 
 # MPI 3 counts in C ints.
 _MOST_BYTES: Final = 2**31 - 2**20
-# Each piece that completes restarts the deadline of a wait.
-_MOST_PIECE: Final = 64 * 2**20
-
-
-class Way(NamedTuple):
-    """How an all-reduce of a large buffer is made of MPI's collectives.
-
-    Attributes:
-        gathers: whether the ranks gather what all have (``Iallgather``), and each adds;
-            else ``Iallreduce``. For two ranks both move the same bytes.
-        in_flight: how many collectives are in progress at a time.
-        piece_bytes: the least bytes of each.
-    """
-
-    gathers: bool
-    in_flight: int
-    piece_bytes: int
-
-
-def way_of(library: str, size: int) -> Way:
-    """Return what is fastest; measured on 2026-11-23, see `mpidist docs performance`.
-
-    Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
-    four ranks or if the result is to be where the input is (``coll/libnbc``). MPICH
-    5.0.2 leaves the network idle while it adds, so several are in progress.
-
-    Args:
-        library: the vendor, as of `mpi4py.MPI.get_vendor`.
-        size: the number of ranks.
-    """
-    if library == "Open MPI":
-        return Way(size == 2, 4, 2**20) if size < 4 else Way(False, 1, _MOST_PIECE)
-    return Way(False, 4, 2**20)
-
-
-def chosen_way(choice: AllReduceChoice) -> Way:
-    """Return what the user has chosen (``MPIDIST_ALLREDUCE``)."""
-    return Way(*choice, 2**20 if choice.in_flight > 1 else _MOST_PIECE)
 
 
 class Transfer:
@@ -228,7 +190,7 @@ class BufferCollectives:
     def _allreduce_on_device(
         self, send: Buffer | None, receive: Buffer, op: MPIOp
     ) -> None:
-        for part in self._pieces(receive, Way(False, 1, _MOST_PIECE)):
+        for part in self._pieces(receive, Way(False, 1, MOST_PIECE)):
             source = self._mpi.IN_PLACE if send is None else send[part]
             self._block(
                 self.comm.Allreduce, source, receive[part], getattr(self._mpi, op)
@@ -265,7 +227,7 @@ class BufferCollectives:
 
     def _pieces(self, buffer: Buffer, way: Way) -> list[slice]:
         """Return equal pieces of a buffer, which begin at cache lines."""
-        most = min(_MOST_PIECE, self.most_bytes)
+        most = min(MOST_PIECE, self.most_bytes)
         count = min(way.in_flight, buffer.nbytes // way.piece_bytes)
         count = max(1, count, -(-buffer.nbytes // most))
         step = round_up(-(-buffer.size // count), LINE)
@@ -316,7 +278,7 @@ class BufferCollectives:
     ) -> None:
         blocks = backend.is_device_array(buffer)
         call = getattr(self.comm, name if blocks else f"I{name.lower()}")
-        step = max(1, min(_MOST_PIECE, self.most_bytes) // buffer.itemsize)
+        step = max(1, min(MOST_PIECE, self.most_bytes) // buffer.itemsize)
         for i in range(0, buffer.size, step):
             part = buffer[i : i + step]
             if blocks:

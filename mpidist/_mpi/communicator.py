@@ -35,11 +35,12 @@ from mpidist._base.types import HostArray
 from mpidist._mpi import between, buffers, collective_release, survival, versions
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, Request
 from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
-from mpidist._mpi.buffers import Buffer, BufferCollectives, Way, chosen_way, starts_of
+from mpidist._mpi.buffers import Buffer, BufferCollectives, starts_of
 from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, MpiRequest, give_launcher_time, mpi_module
 from mpidist._mpi.traffic import Traffic
+from mpidist._mpi.way import Way, chosen_way
 
 _T = TypeVar("_T")
 

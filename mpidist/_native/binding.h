@@ -105,7 +105,7 @@ typedef struct {
   size_t itemsize;
 } MoveLeaf;
 
-/* How a nest moves then: see `Way` in mpidist/_mpi/buffers.py. */
+/* How a nest moves then: see `Way` in mpidist/_mpi/way.py. */
 typedef struct {
   MoveLeaf *leaves; /* NULL: it does not */
   int gathers, in_flight;

@@ -27,7 +27,8 @@ from mpidist import _native
 from mpidist._collectives import hierarchical_route
 from mpidist._collectives import nodes as engine_nodes
 from mpidist._mpi import between, buffers
-from mpidist._mpi.buffers import Transfer, Way
+from mpidist._mpi.buffers import Transfer
+from mpidist._mpi.way import Way
 from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED

@@ -20,7 +20,8 @@ from mpidist._base import machine
 from mpidist._base.reduce_op import COMBINE
 from mpidist._mpi import between, communicator
 from mpidist._mpi.between import HeaderGather, open_core_channel
-from mpidist._mpi.buffers import BufferCollectives, Way
+from mpidist._mpi.buffers import BufferCollectives
+from mpidist._mpi.way import Way
 from mpidist._strategy.strategy import group_of
 
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
