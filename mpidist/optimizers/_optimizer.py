@@ -466,13 +466,15 @@ class Optimizer:
         skip: bool,
     ) -> None:
         """Apply one step. All ranks call this, each with its own gradients."""
-        guard = group.guard
-        with guard.checking(APPLY):
+        collectives = group.collectives
+        try:  # not `checking`, which takes four calls of Python
             given = collect(group, gradients, variables, in_replica, skip)
+        except Exception as error:
+            collectives.invalid(APPLY, error)
         if self._state is None:
             self._build(group, variables)
         state = self._built(APPLY)
-        with guard.checking(APPLY):  # what can fail on one rank alone
+        try:  # what can fail on one rank alone
             state.check_known(given.variables, APPLY)
             plan = find_plan(group, given)
             step = int(array_of(state.iterations).item())
@@ -483,7 +485,7 @@ class Optimizer:
             )
             state.prepare(self._clipping, given.arrays)
             text = APPLY
-            if guard.checks:
+            if group.guard.checks:
                 keys = [f"#{storage_of(v).key[0]}" for v in given.variables]
                 many = len(given.summed)
                 gradients_text = plan.call.text if plan else f"{many} gradients"
@@ -494,6 +496,8 @@ class Optimizer:
             if given.summaries:
                 summaries = ", ".join(given.summaries)
                 text += f", given {summaries} (which are not per replica)"
+        except Exception as error:
+            collectives.invalid(APPLY, error)
         sum_gradients(group, plan, Call(text), given)
         # From here on nothing fails on one rank alone.
         state.update(self._step, constants, self._clipping, given)
