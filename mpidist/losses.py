@@ -3,7 +3,7 @@
 The functions return one loss per row; the classes add the rows up by their
 ``reduction``. Of torch tensors and JAX arrays the result has its gradient as always.
 For arrays of NumPy and CuPy, which record none, `Loss.gradient` returns it in closed
-form. Nothing here communicates.
+form. Floats of 16 bits are computed with in float32. Nothing here communicates.
 
 The formulas are those of Keras 3 (keras/src/losses/losses.py and
 keras/src/backend/tensorflow/nn.py): losses are means over the last axis, and
@@ -12,6 +12,7 @@ probabilities are kept between 1e-7 and 1 - 1e-7.
 
 from __future__ import annotations
 
+import math as _math
 import sys as _sys
 from collections import abc as _abc
 from typing import Any as _Any
@@ -25,6 +26,7 @@ from mpidist._base import guests as _guests
 from mpidist._base.expect import expect as _expect
 from mpidist._base.remedies import explain_keywords as _explain_keywords
 from mpidist._base.types import Nest as _Nest
+from mpidist._base.types import Shape as _Shape
 from mpidist._runtime import context as _context
 from mpidist._values.distributed import is_per_replica as _is_per_replica
 
@@ -67,11 +69,31 @@ class Reduction:
 
 
 class _Pair(_NamedTuple):
-    """Labels and predictions, of one library, shape and dtype."""
+    """Labels and predictions, of one library, shape and dtype; and that of results."""
 
     xp: _Any
     true: _Any
     pred: _Any
+    dtype: _Any
+
+
+def _cast(x: _Any, dtype: _Any) -> _Any:
+    """Return an array in a dtype of its library."""
+    if x.dtype == dtype:
+        return x
+    return x.to(dtype) if _guests.kind_of(x) == "torch" else x.astype(dtype)
+
+
+def _name(x: _Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _wide(x: _Any) -> _Any:
+    """Return floats in float32 or wider: in float16, 1 - 1e-7 is 1."""
+    if "float" not in _name(x) or x.dtype.itemsize > 2:
+        return x
+    torch = _guests.kind_of(x) == "torch"
+    return _cast(x, _guests.library("torch").float32 if torch else _np.float32)
 
 
 def _array(x: _Nest, call: str) -> _Any:
@@ -84,15 +106,24 @@ def _array(x: _Nest, call: str) -> _Any:
 
 
 def _as_floats(x: _Nest, call: str) -> tuple[_Any, _Any]:
-    """Return an array, and the library that computes with it."""
+    """Return an array of floats, and the library that computes with it."""
     kind = _guests.kind_of(x)
-    if kind is not None:
-        library = _guests.library(kind)
-        return x, library if kind == "torch" else library.numpy
-    array = _array(x, call)
-    if _backend.number_kind(array.dtype) != "f":
-        array = array.astype(_np.float64)
-    return array, _sys.modules["cupy"] if _backend.is_device_array(array) else _np
+    default: _Any = float
+    if kind is None:
+        array = _array(x, call)
+        xp = _sys.modules["cupy"] if _backend.is_device_array(array) else _np
+    else:
+        array, xp = x, _guests.library(kind)
+        if kind == "torch":
+            default = xp.get_default_dtype()
+        else:
+            xp = xp.numpy
+    _expect_real(array, call)
+    return array if "float" in _name(array) else _cast(array, default), xp
+
+
+def _expect_real(x: _Any, call: str) -> None:
+    _expect(not _name(x).startswith("complex"), call, "real numbers", x)
 
 
 def _like(x: _Nest, other: _Any, call: str, cast: bool = True) -> _Any:
@@ -101,9 +132,11 @@ def _like(x: _Nest, other: _Any, call: str, cast: bool = True) -> _Any:
     if kind is None or _guests.kind_of(x) != kind:
         x = _array(x, call)
         if kind is None:
+            _expect_real(x, call)
             x = _backend.like(other, x) if isinstance(x, _np.ndarray) else x
             return x.astype(other.dtype) if cast else x
         x = _guests.restore(x.copy(), kind)
+    _expect_real(x, call)
     if kind == "torch":
         return x.to(other if cast else other.device)
     return x.astype(other.dtype) if cast else x
@@ -114,7 +147,10 @@ def _pair(y_true: _Nest, y_pred: _Nest, call: str, classes: bool = False) -> _Pa
 
     As in Keras, only a last axis of length 1 may be missing in one of them.
     """
-    pred, xp = _as_floats(y_pred, call)
+    given, xp = _as_floats(y_pred, call)
+    pred = _wide(given)
+    what = "`y_pred` with at least one axis"
+    _expect(pred.ndim > 0, call, what, y_pred, error=ValueError)
     # Numbers of classes stay ints: float16 has not all of them.
     true = _like(y_true, pred, call, cast=not classes)
     shape = tuple(pred.shape)[: pred.ndim - classes]
@@ -124,26 +160,30 @@ def _pair(y_true: _Nest, y_pred: _Nest, call: str, classes: bool = False) -> _Pa
         else:
             pred = pred.reshape(true.shape)
     elif (*tuple(true.shape), 1) == shape:
-        true = true.reshape(shape)
+        if classes or len(shape) <= 2:
+            true = true.reshape(shape)
+        else:
+            pred = pred.reshape(true.shape)
     elif tuple(true.shape) != shape:
         raise ValueError(
             f"{call}: expected `y_true` of shape {shape}, for `y_pred` of shape "
             f"{tuple(pred.shape)}, got {tuple(true.shape)}"
         )
-    return _Pair(xp, true, pred)
+    return _Pair(xp, true, pred, given.dtype)
 
 
 def _one_hot(y_true: _Nest, y_pred: _Nest, call: str) -> _Pair:
-    xp, labels, pred = _pair(y_true, y_pred, call, classes=True)
+    y = _pair(y_true, y_pred, call, classes=True)
+    pred = y.pred
     n = pred.shape[-1]
     classes = _like(_np.arange(n), pred, call, cast=False)
-    true = _like(labels[..., None] == classes, pred, call)
+    true = _like(y.true[..., None] == classes, pred, call)
     if not _is_traced(true):
         known = bool((true.sum(-1) == 1).all())
         what = f"labels that are ints from 0 to {n - 1}"
         hint = "give rows without a label another one, and a `sample_weight` of 0"
         _expect(known, call, what, y_true, hint, error=ValueError)
-    return _Pair(xp, true, pred)
+    return y._replace(true=true)
 
 
 def _is_traced(x: _Any) -> bool:
@@ -165,9 +205,10 @@ def _inside(p: _Any) -> _Any:
     return (p >= _EPSILON) & (p <= 1 - _EPSILON)
 
 
-def _cross_entropy(xp: _Any, true: _Any, log: _Any) -> _Any:
+def _cross_entropy(y: _Pair, log: _Any) -> _Any:
     # Of a class that is ruled out by a logit of -inf, and has no share, it is 0.
-    return -(true * xp.where(true == 0, xp.zeros_like(log), log)).sum(-1)
+    log = y.xp.where(y.true == 0, y.xp.zeros_like(log), log)
+    return _cast(-(y.true * log).sum(-1), y.dtype)
 
 
 def _smooth(y: _Pair, label_smoothing: float, n: int) -> _Pair:
@@ -190,7 +231,7 @@ def mean_squared_error(y_true: _Nest, y_pred: _Nest) -> _Any:
         TypeError, ValueError: if they are no arrays, or their shapes differ.
     """
     y = _pair(y_true, y_pred, "mean_squared_error")
-    return ((y.pred - y.true) ** 2).mean(-1)
+    return _cast(((y.pred - y.true) ** 2).mean(-1), y.dtype)
 
 
 def mean_absolute_error(y_true: _Nest, y_pred: _Nest) -> _Any:
@@ -199,7 +240,7 @@ def mean_absolute_error(y_true: _Nest, y_pred: _Nest) -> _Any:
     Otherwise as `mean_squared_error`.
     """
     y = _pair(y_true, y_pred, "mean_absolute_error")
-    return abs(y.pred - y.true).mean(-1)
+    return _cast(abs(y.pred - y.true).mean(-1), y.dtype)
 
 
 def huber(y_true: _Nest, y_pred: _Nest, delta: float = 1.0) -> _Any:
@@ -210,7 +251,8 @@ def huber(y_true: _Nest, y_pred: _Nest, delta: float = 1.0) -> _Any:
     """
     y = _pair(y_true, y_pred, "huber")
     e = abs(y.pred - y.true)
-    return y.xp.where(e <= delta, e * e / 2, delta * (e - delta / 2)).mean(-1)
+    losses = y.xp.where(e <= delta, e * e / 2, delta * (e - delta / 2))
+    return _cast(losses.mean(-1), y.dtype)
 
 
 def binary_crossentropy(
@@ -230,14 +272,14 @@ def binary_crossentropy(
         label_smoothing: moves labels towards 0.5 by this fraction.
     """
     y = _smooth(_pair(y_true, y_pred, "binary_crossentropy"), label_smoothing, 2)
-    xp, true, pred = y
+    xp, true, pred, dtype = y
     if from_logits:
         zero = xp.zeros_like(pred)
         one, other = -xp.logaddexp(-pred, zero), -xp.logaddexp(pred, zero)
     else:
         p = _clipped(xp, pred)
         one, other = xp.log(p), xp.log(1 - p)
-    return -(true * one + (1 - true) * other).mean(-1)
+    return _cast(-(true * one + (1 - true) * other).mean(-1), dtype)
 
 
 def categorical_crossentropy(
@@ -263,7 +305,7 @@ def categorical_crossentropy(
         log = _log_softmax(y.xp, y.pred)
     else:
         log = y.xp.log(_clipped(y.xp, y.pred / y.pred.sum(-1)[..., None]))
-    return _cross_entropy(y.xp, y.true, log)
+    return _cross_entropy(y, log)
 
 
 def sparse_categorical_crossentropy(
@@ -284,7 +326,14 @@ def sparse_categorical_crossentropy(
     """
     y = _one_hot(y_true, y_pred, "sparse_categorical_crossentropy")
     logits = y.pred if from_logits else y.xp.log(_clipped(y.xp, y.pred))
-    return _cross_entropy(y.xp, y.true, _log_softmax(y.xp, logits))
+    return _cross_entropy(y, _log_softmax(y.xp, logits))
+
+
+def _leading(weights: _Shape, values: _Shape) -> _Shape:
+    """Return a shape without the last axes of length 1 that do not fit another one."""
+    while weights and weights[-1] == 1 and weights != values[: len(weights)]:
+        weights = weights[:-1]
+    return weights
 
 
 class Loss:
@@ -329,8 +378,8 @@ class Loss:
         Args:
             y_true: the labels.
             y_pred: the predictions.
-            sample_weight: None, a number, or a factor for each row. The mean is still
-                over the number of rows.
+            sample_weight: None, a number, or a factor for each row, or for each place
+                of its first axes. The mean is still over the number of rows.
 
         Returns:
             An array of the library of ``y_pred``: a scalar, or with "none" of the shape
@@ -341,32 +390,40 @@ class Loss:
             ValueError: if the reduction is a mean and there is a strategy.
         """
         losses = self.call(y_true, y_pred)
-        factor = self._factor(losses, sample_weight)
-        losses = losses if factor is None else losses * factor
-        return losses if self.reduction == "none" else losses.sum()
+        wide = _wide(losses)
+        factor, size = self._factor(wide, sample_weight), self._divisor(wide)
+        found = wide if factor is None else wide * factor
+        found = found if self.reduction == "none" else found.sum() / size
+        return found if wide is losses else _cast(found, losses.dtype)
 
     def _factor(self, losses: _Any, sample_weight: _Nest) -> _Any:
         """Return what each row is multiplied by; None: nothing."""
-        kind, factor = type(self).__name__, None
-        if sample_weight is not None:
-            weights = _like(sample_weight, losses, kind)
-            if tuple(weights.shape) == (*tuple(losses.shape), 1):
-                weights = weights[..., 0]
-            shape = tuple(losses.shape)[: weights.ndim]
-            what = f"`sample_weight` of shape {tuple(losses.shape)}"
-            fits = tuple(weights.shape) == shape
-            _expect(fits, kind, what, sample_weight, error=ValueError)
-            factor = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
+        if sample_weight is None:
+            return None
+        kind = type(self).__name__
+        weights = _like(sample_weight, losses, kind)
+        shape = tuple(losses.shape)
+        weights = weights.reshape(_leading(tuple(weights.shape), shape))
+        what = f"`sample_weight` of shape {shape}, or of its first axes"
+        fits = tuple(weights.shape) == shape[: weights.ndim]
+        _expect(fits, kind, what, sample_weight, error=ValueError)
+        return weights.reshape(
+            tuple(weights.shape) + (1,) * (len(shape) - weights.ndim)
+        )
+
+    def _divisor(self, losses: _Any) -> int:
+        """Return the number of rows for a mean, else 1."""
         if self.reduction not in _MEANS:
-            return factor
+            return 1
         if _context.has_strategy():
+            kind = type(self).__name__
             raise ValueError(
                 f"{kind}: reduction={self.reduction!r} is the mean over the rows of "
                 f"one replica, not of all; write `{kind}(reduction='none')`, and "
                 "`mpidist.compute_average_loss(losses, global_batch_size=n)`"
             )
-        size = max(1, _np.prod(tuple(losses.shape), dtype=int).item())
-        return (1.0 if factor is None else factor) / size
+        rows: int = _math.prod(losses.shape)
+        return max(1, rows)
 
     def gradient(
         self, y_true: _Nest, y_pred: _Nest, sample_weight: _Nest = None
@@ -390,9 +447,10 @@ class Loss:
             NotImplementedError: of a class of the user, which has no ``_derivative``.
         """
         y, slope = self._derivative(y_true, y_pred)
-        factor = self._factor(y.pred.sum(-1), sample_weight)
-        factor = factor[..., None] if getattr(factor, "ndim", 0) else factor
-        slope = slope if factor is None else slope * factor
+        losses = y.pred.sum(-1)
+        factor = self._factor(losses, sample_weight)
+        slope = slope if factor is None else slope * factor[..., None]
+        slope = _cast(slope / self._divisor(losses), y.dtype)
         shape = getattr(y_pred, "shape", None)
         return slope if shape is None else slope.reshape(tuple(shape))
 
@@ -491,7 +549,7 @@ class BinaryCrossentropy(_Elementwise):
         self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
 
     def _slope(self, y: _Pair) -> _Any:
-        xp, true, pred = _smooth(y, self._options["label_smoothing"], 2)
+        xp, true, pred, _ = _smooth(y, self._options["label_smoothing"], 2)
         if self._options["from_logits"]:
             return xp.exp(-xp.logaddexp(-pred, xp.zeros_like(pred))) - true
         p = _clipped(xp, pred)

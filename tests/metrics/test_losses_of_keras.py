@@ -206,3 +206,56 @@ def test_a_mean_over_one_replica_is_refused(strategy):
     assert local(strategy, lambda: rows(REAL, LOGITS)).shape == (ROWS,)
     with pytest.raises(TypeError, match="PerReplica"):
         rows(REAL, from_replicas(strategy, lambda i: LOGITS))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_floats_of_16_bits_have_the_probability_1(library, name):
+    """In these 1 - 1e-7 is 1, whose complement has no logarithm."""
+    xp = pytest.importorskip(library)
+    dtype = getattr(xp, name, None)
+    if dtype is None:
+        dtype = getattr(pytest.importorskip("ml_dtypes"), name)
+    make = xp.tensor if library == "torch" else xp.asarray
+    true, pred = [[0.0, 1.0, 1.0]], make([[0.0, 1.0, 0.5]], dtype=dtype)
+    loss = losses.BinaryCrossentropy(reduction="sum")
+    rows, slope = losses.binary_crossentropy(true, pred), loss.gradient(true, pred)
+    assert rows.dtype == slope.dtype == loss(true, pred).dtype == pred.dtype
+    assert float(rows[0]) == pytest.approx(np.log(2) / 3, rel=1e-2)
+    np.testing.assert_allclose(
+        [float(x) for x in slope[0]], [0.0, 0.0, -2 / 3], atol=1e-2
+    )
+    many = make(np.full((20000, 1), 0.3).tolist(), dtype=dtype)
+    mean = losses.MeanSquaredError()(np.zeros((20000, 1)), many)
+    assert float(mean) == pytest.approx(0.09, rel=5e-3)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_integer_predictions_do_not_round_labels(library):
+    xp = pytest.importorskip(library)
+    pred = xp.tensor([[1, 2]]) if library == "torch" else xp.asarray([[1, 2]])
+    assert float(losses.mean_squared_error([[0.5, 1.5]], pred)[0]) == 0.25
+    assert float(losses.MeanSquaredError().gradient([[0.5, 1.5]], pred)[0, 0]) == 0.5
+
+
+def test_weights_of_rows_may_have_a_last_axis_of_length_1():
+    true, pred = np.zeros((2, 3, 4)), np.ones((2, 3, 4))
+    loss = losses.MeanSquaredError(reduction="sum")
+    for weights in ([1.0, 2.0], [[1.0], [2.0]], [[1.0] * 3, [2.0] * 3]):
+        assert loss(true, pred, weights) == 9.0
+        slope = loss.gradient(true, pred, weights)
+        np.testing.assert_allclose(slope[:, 0, 0], [0.5, 1.0])
+    assert loss(true, pred, [2.0]) == loss(true, pred, 2.0) == 12.0
+    # As in Keras, the axis goes that one of them lacks.
+    assert losses.mean_squared_error(true, pred[..., None]).shape == (2, 3)
+    assert loss.gradient(true, pred[..., None]).shape == (2, 3, 4, 1)
+
+
+def test_what_are_no_rows_of_real_numbers():
+    with pytest.raises(TypeError, match="mean_squared_error: expected real numbers"):
+        losses.mean_squared_error(REAL, LOGITS * 1j)
+    with pytest.raises(TypeError, match="mean_squared_error: expected real numbers"):
+        losses.mean_squared_error(REAL * 1j, LOGITS)
+    for loss in (losses.huber, losses.sparse_categorical_crossentropy):
+        with pytest.raises(ValueError, match="`y_pred` with at least one axis"):
+            loss(1, 2.0)
