@@ -13,6 +13,9 @@ from mpidist.optimizers._rules import Adam as Adam
 from mpidist.optimizers._rules import AdamW as AdamW
 from mpidist.optimizers._rules import RMSprop as RMSprop
 from mpidist.optimizers._schedules import cosine_decay as cosine_decay
+from mpidist.optimizers._schedules import (
+    cosine_decay_restarts as cosine_decay_restarts,
+)
 from mpidist.optimizers._schedules import exponential_decay as exponential_decay
 from mpidist.optimizers._schedules import inverse_time_decay as inverse_time_decay
 from mpidist.optimizers._schedules import linear_warmup as linear_warmup
@@ -27,6 +30,7 @@ __all__ = [
     "RMSprop",
     "clip_by_global_norm",
     "cosine_decay",
+    "cosine_decay_restarts",
     "exponential_decay",
     "inverse_time_decay",
     "linear_warmup",

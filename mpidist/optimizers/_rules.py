@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array
@@ -25,7 +25,7 @@ class SGD(Optimizer):
     These are the formulas of ``torch.optim.SGD`` with ``dampening=0`` (Sutskever et
     al. 2013, http://proceedings.mlr.press/v28/sutskever13.html, with the learning rate
     outside the momentum). Keras has it inside (``m = momentum * m - learning_rate *
-    g``), which is equivalent while the learning rate is constant.
+    g``), which is equivalent while the learning rate is constant: `of_keras`.
 
     Args:
         learning_rate: a number, or a function of the step (from 0) or of nothing.
@@ -48,6 +48,7 @@ class SGD(Optimizer):
     """
 
     _limits: ClassVar[dict[str, float]] = {"momentum": 1.0, "weight_decay": math.inf}
+    _as_keras = False
 
     @explain_keywords("SGD")
     def __init__(
@@ -78,15 +79,46 @@ class SGD(Optimizer):
         if momentum:
             self._slot_names = ("momentum",)  # type: ignore[misc]
 
+    @classmethod
+    def of_keras(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return one that computes by the formulas of Keras, for programs from there.
+
+        With another learning rate in each step, or momentum and weight decay together,
+        these give other numbers::
+
+            w -= learning_rate * weight_decay * w
+            m = momentum * m + learning_rate * g
+            w -= learning_rate * g + momentum * m if nesterov else m
+
+        (keras/src/optimizers/sgd.py and base_optimizer.py of Keras 3.) The slot is
+        "velocity", so that neither restores the other's.
+
+        Args:
+            args: as for `SGD`.
+            kwargs: as for `SGD`.
+        """
+        made = cls(*args, **kwargs)
+        made._as_keras = made._settings["of_keras"] = True
+        if made._slot_names:
+            made._slot_names = ("velocity",)  # type: ignore[misc]
+        made._describe_settings()
+        return made
+
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
-        momentum, nesterov, decay = self._settings.values()
-        return (rate, momentum, float(nesterov), decay if decays else 0.0)
+        momentum, nesterov, decay, *_ = self._settings.values()
+        decay = decay if decays else 0.0
+        return (rate, momentum, float(nesterov), decay, float(self._as_keras))
 
     @staticmethod
     def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
-        rate, momentum, nesterov, decay = constants
+        rate, momentum, nesterov, decay, as_keras = constants
         t, u = block.t, block.u
-        if decay:
+        if as_keras:
+            if decay:
+                array_functions.multiply(w, 1 - rate * decay, out=w)
+            g = array_functions.multiply(g, rate, out=u)
+            rate = 1.0
+        elif decay:
             array_functions.multiply(w, decay, out=t)
             g = array_functions.add(g, t, out=u)
         if block.slots:

@@ -56,6 +56,29 @@ def _cosine(initial: float, steps: int, alpha: float, step: int) -> float:
     return initial * ((1 - alpha) * cosine + alpha)
 
 
+def _warmed_cosine(
+    initial: float,
+    steps: int,
+    alpha: float,
+    target: float,
+    warmup_steps: int,
+    step: int,
+) -> float:
+    if step < warmup_steps:
+        return initial + (target - initial) * step / warmup_steps
+    return _cosine(target, steps, alpha, step - warmup_steps)
+
+
+def _restarting(
+    initial: float, steps: int, longer: float, smaller: float, alpha: float, step: int
+) -> float:
+    left, period = float(step), float(steps)
+    while left >= period:
+        left, period, initial = left - period, period * longer, initial * smaller
+    cosine = 0.5 * (1 + math.cos(math.pi * left / period))
+    return initial * ((1 - alpha) * cosine + alpha)
+
+
 def _periods(steps: int, staircase: bool, step: int) -> float:
     return step // steps if staircase else step / steps
 
@@ -91,7 +114,12 @@ def _warming_up(learning_rate: Rate, steps: int, step: int) -> float:
 
 
 def cosine_decay(
-    initial_learning_rate: float, decay_steps: int, alpha: float = 0.0
+    initial_learning_rate: float,
+    decay_steps: int,
+    alpha: float = 0.0,
+    *,
+    warmup_target: float | None = None,
+    warmup_steps: int = 0,
 ) -> Callable[[int], float]:
     """Return a schedule that falls along half a cosine, and then is constant.
 
@@ -103,14 +131,62 @@ def cosine_decay(
         initial_learning_rate: the learning rate at step 0.
         decay_steps: from this step on it is ``alpha * initial_learning_rate``; greater
             than 0.
-        alpha: the last learning rate as a fraction of the first.
+        alpha: the last learning rate as a fraction of the largest.
+        warmup_target: if given, the largest learning rate: it rises there linearly
+            from ``initial_learning_rate``, and falls in the ``decay_steps`` after that.
+        warmup_steps: in how many steps it rises.
 
     Raises:
-        ValueError: if ``decay_steps`` is not greater than 0.
+        ValueError: if ``decay_steps`` is not greater than 0, or there are
+            ``warmup_steps`` without a target.
     """
-    _check_steps("cosine_decay", "decay_steps", decay_steps)
-    initial = float(initial_learning_rate)
-    return functools.partial(_cosine, initial, decay_steps, float(alpha))
+    call = "cosine_decay"
+    _check_steps(call, "decay_steps", decay_steps)
+    initial, end = float(initial_learning_rate), float(alpha)
+    if warmup_target is None:
+        if warmup_steps:
+            raise ValueError(
+                f"{call}: expected `warmup_target` with `warmup_steps`, got None; "
+                "write `linear_warmup(cosine_decay(...), warmup_steps)`, or the target"
+            )
+        return functools.partial(_cosine, initial, decay_steps, end)
+    target = float(warmup_target)
+    return functools.partial(
+        _warmed_cosine, initial, decay_steps, end, target, warmup_steps
+    )
+
+
+def cosine_decay_restarts(
+    initial_learning_rate: float,
+    first_decay_steps: int,
+    t_mul: float = 2.0,
+    m_mul: float = 1.0,
+    alpha: float = 0.0,
+) -> Callable[[int], float]:
+    """Return a schedule that falls along half a cosine again and again.
+
+    Like Keras' ``CosineDecayRestarts`` (Loshchilov and Hutter 2017,
+    https://arxiv.org/abs/1608.03983).
+
+    Args:
+        initial_learning_rate: the learning rate at step 0.
+        first_decay_steps: the length of the first period; greater than 0.
+        t_mul: each period is longer than the one before by this factor, 1 or more.
+        m_mul: each begins with the rate of the one before times this.
+        alpha: the end of a period as a fraction of its beginning.
+
+    Raises:
+        ValueError: if ``first_decay_steps`` is not greater than 0, or ``t_mul`` is
+            less than 1.
+    """
+    call = "cosine_decay_restarts"
+    _check_steps(call, "first_decay_steps", first_decay_steps)
+    if not t_mul >= 1:
+        raise ValueError(f"{call}: expected `t_mul` to be 1 or more, got {t_mul!r}")
+    initial, longer, smaller = map(float, (initial_learning_rate, t_mul, m_mul))
+    return functools.partial(
+        _restarting, initial, first_decay_steps, longer, smaller, float(alpha)
+    )
 
 
 def exponential_decay(

@@ -384,3 +384,25 @@ def test_on_a_device(monkeypatch, new_strategy, rank, size, kind, optimizer):
                 strategy.run(lambda: made.apply_gradients([(g, w)]))  # noqa: B023
     for on_host, on_device in zip(*results, strict=True):
         np.testing.assert_allclose(on_device, on_host, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_the_formulas_of_keras(nesterov, dtype):
+    """By hand: the learning rate changes, and weights decay beside the momentum."""
+    w, m = np.array([1.0, -2.0]), np.zeros(2)
+    variable = mpidist.Variable(w.astype(dtype))
+    optimizer = SGD.of_keras(
+        piecewise_constant([1, 2], [0.5, 0.1, 0.3]), 0.9, nesterov, weight_decay=0.2
+    )
+    assert "of_keras=True" in repr(optimizer)
+    for rate in (0.5, 0.5, 0.1, 0.3):
+        g = 0.5 * w + 1
+        optimizer.apply_gradients([(g.astype(dtype), variable)])
+        w = w - rate * 0.2 * w
+        m = 0.9 * m - rate * g
+        w = w + (0.9 * m - rate * g if nesterov else m)
+    tolerance = 1e-12 if dtype is np.float64 else 1e-2
+    np.testing.assert_allclose(variable.numpy(), w, rtol=tolerance)
+    assert optimizer.variables[1].name.startswith("sgd/velocity/")
+    assert len(SGD.of_keras(0.1)._slot_names) == 0

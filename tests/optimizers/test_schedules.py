@@ -73,3 +73,18 @@ def test_a_schedule_that_gives_no_number_changes_nothing(rate):
     if rate is None:
         with pytest.raises(TypeError, match="the function for `learning_rate` to retu"):
             optimizer.apply_gradients([(np.ones(1), w)])
+
+
+def test_cosines_that_warm_up_and_restart():
+    """The formulas of keras/src/optimizers/schedules/learning_rate_schedule.py."""
+    warm = cosine_decay(0.1, 10, 0.2, warmup_target=0.5, warmup_steps=4)
+    assert [warm(k) for k in (0, 2, 4)] == pytest.approx([0.1, 0.3, 0.5])
+    assert [warm(k) for k in (9, 14, 99)] == pytest.approx([0.3, 0.1, 0.1])
+    with pytest.raises(ValueError, match="linear_warmup"):
+        cosine_decay(0.1, 10, warmup_steps=4)
+    again = mpidist.optimizers.cosine_decay_restarts(1.0, 4, 2.0, 0.5, 0.1)
+    half = 0.5 * (1 + np.cos(np.pi / 4))
+    assert [again(k) for k in (0, 1, 2)] == pytest.approx([1, 0.9 * half + 0.1, 0.55])
+    assert [again(k) for k in (4, 8, 12)] == pytest.approx([0.5, 0.275, 0.25])
+    with pytest.raises(ValueError, match="`t_mul` to be 1"):
+        mpidist.optimizers.cosine_decay_restarts(1.0, 4, 0.5)
