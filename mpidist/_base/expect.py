@@ -56,5 +56,6 @@ def as_int(
     if least is not None and number < least:
         raise ValueError(
             f"{call}: expected `{name}` to be {least} or more, got {number}"
+            f"{hint and '; '}{hint}"
         )
     return number

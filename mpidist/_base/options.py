@@ -96,8 +96,8 @@ class CommunicationOptions:
             TypeError: if a size, time or flag has the wrong type.
         """
         call = "CommunicationOptions"
-        kind = "an int of bytes (0: automatic)"
-        as_int(call, "bytes_per_pack", bytes_per_pack, least=0, kind=kind)
+        kind, hint = "an int of bytes", "write 0 for the default"
+        as_int(call, "bytes_per_pack", bytes_per_pack, least=0, hint=hint, kind=kind)
         seconds: Any = 0.0 if timeout_seconds is None else timeout_seconds
         fits = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         most = f"{LARGEST_NUMBER:,.0f}"

@@ -163,11 +163,11 @@ class LaterItem:
     Args:
         name: its name in the checkpoint.
         keep: the function that keeps the arrays, by the names of the variables, and
-            whether some may be missing.
+            whether some may be missing; and the path, for messages.
     """
 
     def __init__(
-        self, name: str, keep: Callable[[dict[str, HostArray], bool], object]
+        self, name: str, keep: Callable[[dict[str, HostArray], bool, str], object]
     ) -> None:
         self.name, self.keep = name, keep
 

@@ -249,6 +249,7 @@ def put(
     states: Values,
     arrays: dict[str, HostArray],
     partial: bool = False,
+    path: str = "",
 ) -> tuple[list[str], list[str]]:
     """Restore objects. Collective.
 
@@ -258,6 +259,7 @@ def put(
         states: the states, as `spread` returns them.
         arrays: all arrays, which are taken: states may share their memory.
         partial: whether variables that an object makes later may be missing.
+        path: of the checkpoint, for the messages of such an object.
 
     Returns:
         The names of the items, and of the objects that make their variables later.
@@ -282,7 +284,7 @@ def put(
         for item, value in zip(variables, values, strict=True):
             storage_of(item.variable).apply("assign", value)
         for waiting, own in zip(later, kept, strict=True):
-            waiting.keep(own, partial)
+            waiting.keep(own, partial, path)
 
     guard = call.guard
     before: list[tuple[StateItem, State]] = []

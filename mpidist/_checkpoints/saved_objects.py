@@ -195,7 +195,12 @@ class SavedObjects:
         names, states, kinds = answer
         chosen = {item_name: by_name[item_name] for item_name in names}
         return lambda: restoring.put(
-            call, chosen, states, restoring.share(call, kinds, arrays), bool(partial)
+            call,
+            chosen,
+            states,
+            restoring.share(call, kinds, arrays),
+            bool(partial),
+            str(path),
         )
 
     def finish(self, name: str) -> None:

@@ -123,7 +123,7 @@ class Optimizer:
         self._group: ReplicaGroup | None = None
         self._index: dict[int, int] = {}  # of the variables, by id
         # What was restored before it was built, and whether something may be missing.
-        self._restored: tuple[dict[str, HostArray], bool] | None = None
+        self._restored: tuple[dict[str, HostArray], bool, str] | None = None
         # An optimizer is the same object of the program on all ranks. Commands of
         # rank 0 refer to it by the variable that counts its steps or, before that
         # exists, by the number of its construction.
@@ -241,14 +241,17 @@ class Optimizer:
         else:
             self._build(group, given)
 
-    def __restore_later__(self, arrays: dict[str, HostArray], partial: bool) -> None:
+    def __restore_later__(
+        self, arrays: dict[str, HostArray], partial: bool, path: str
+    ) -> None:
         """Keep what `build` is to restore; of a checkpoint that was restored before.
 
         Args:
             arrays: the values of variables by name, the same on all ranks.
             partial: whether some may be missing, or others be there.
+            path: of the checkpoint, for messages.
         """
-        self._restored = arrays, partial
+        self._restored = arrays, partial, path
 
     def exclude_from_weight_decay(
         self,

@@ -201,7 +201,7 @@ class State:
                 )
 
     def prepared(
-        self, arrays: dict[str, HostArray], partial: bool, call: str
+        self, arrays: dict[str, HostArray], partial: bool, path: str, call: str
     ) -> list[tuple[Variable, Array]]:
         """Return the variables of this state, and what to restore them to.
 
@@ -217,7 +217,7 @@ class State:
                 wrong.append(name)
         if wrong:
             raise CheckpointError(
-                f"{call}: the checkpoint that was restored before does not fit: "
+                f"{call}: the checkpoint {path!r}, restored before, does not fit: "
                 + "; ".join(
                     f"{name!r}: expected {_described(own.get(name))}, got "
                     f"{_described(arrays.get(name))}"

@@ -42,7 +42,7 @@ def test_options_by_name_and_hints():
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"bytes_per_pack": -1}, ValueError, "`bytes_per_pack`"),
+        ({"bytes_per_pack": -1}, ValueError, "got -1; write 0 for the default"),
         ({"bytes_per_pack": 1.5}, TypeError, "`bytes_per_pack`"),
         ({"timeout_seconds": -0.1}, ValueError, "`timeout_seconds`"),
         ({"timeout_seconds": float("nan")}, ValueError, "`timeout_seconds`"),

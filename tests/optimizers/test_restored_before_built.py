@@ -80,6 +80,7 @@ def test_what_does_not_match_is_an_error_when_it_is_built(strategy, folder):
         mpidist.CheckpointError, lambda: optimizer.build([v])
     ):
         assert "'adam/momentum/w': expected nothing, got float32 ()" in message
+        assert f"the checkpoint {str(folder / 'c')!r}, restored before, does" in message
     optimizer.build([v, w])  # of the same checkpoint
     assert int(optimizer.iterations) == 1
 

@@ -171,7 +171,8 @@ def test_library_code_with_a_merge_call(tmp_path):
         ("tf.config.list_physical_devices('GPU')", "delete the line"),
         ("tf.random.Generator.from_seed(1)", "numpy.random.default_rng"),
         ("tf.io.gfile.glob('d')", "os.makedirs"),
-        ("tf.keras.metrics.AUC()", "ON_READ"),
+        ("tf.keras.metrics.MeanIoU(2)", "mpidist.metrics.Metric"),
+        ("tf.keras.datasets.mnist.load_data()", "torchvision"),
         ("tf.compat.v1.train.AdamOptimizer()", "mpidist.optimizers.Adam"),
     ],
 )
