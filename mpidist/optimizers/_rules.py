@@ -97,12 +97,12 @@ class SGD(Optimizer):
             args: as for `SGD`.
             kwargs: as for `SGD`.
         """
-        made = cls(*args, **kwargs)
-        made._as_keras = made._settings["of_keras"] = True
-        if made._slot_names:
-            made._slot_names = ("velocity",)  # type: ignore[misc]
-        made._describe_settings()
-        return made
+        self = cls(*args, **kwargs)
+        self._as_keras = self._settings["of_keras"] = True
+        if self._slot_names:
+            self._slot_names = ("velocity",)  # type: ignore[misc]
+        self._describe_settings()
+        return self
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         momentum, nesterov, decay, *_ = self._settings.values()
