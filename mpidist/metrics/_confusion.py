@@ -42,7 +42,8 @@ class _Confusion(Metric):
     ) -> None:
         super().__init__(name)
         self.thresholds = 0.5 if thresholds is None else thresholds
-        self._limits = np.sort(np.atleast_1d(np.asarray(self.thresholds, np.float64)))
+        limits = np.atleast_1d(np.asarray(self.thresholds, np.float64))
+        self._limits, self._places = np.unique(limits, return_inverse=True)
         self._from_logits = from_logits
         for part in _COUNTS:
             setattr(self, part, self.add_weight(self._limits.shape, name=part))
@@ -67,7 +68,7 @@ class _Confusion(Metric):
         if pred.dtype.kind != "f":
             pred = pred.astype(np.float64)
         if self._from_logits:
-            pred = 1 / (1 + np.exp(-pred.astype(np.float64)))
+            pred = np.exp(-np.logaddexp(0.0, -pred.astype(np.float64)))
         inside = bool(((pred >= 0) & (pred <= 1)).all())
         what = "predictions between 0 and 1"
         hint = "write `1 / (1 + numpy.exp(-logits))` for logits"
@@ -85,10 +86,7 @@ class _Confusion(Metric):
 
     def _values(self) -> list[HostArray]:
         """Return the four counts of all replicas."""
-        return [variable.numpy() for variable in self.variables]
-
-    def _shaped(self, x: HostArray) -> Any:
-        return x if np.ndim(self.thresholds) else x[0]
+        return [variable.numpy() for variable in self._weights[:4]]
 
 
 class _OfCounts(_Confusion):
@@ -106,11 +104,16 @@ class _OfCounts(_Confusion):
         name: str | None = None,
         dtype: object = None,
     ) -> None:
+        what = "`thresholds` to be one or more numbers from 0 to 1"
+        limits = np.asarray(0.5 if thresholds is None else thresholds, np.float64)
+        fits = limits.size and limits.ndim < 2 and ((limits >= 0) & (limits <= 1)).all()
+        expect(fits, type(self).__name__, what, thresholds, error=ValueError)
         super().__init__(thresholds, name)
 
     def result(self) -> Any:
-        """Return it: a float64, or an array for a list of thresholds. Collective."""
-        return self._shaped(self._of(*self._values()))
+        """Return it: a float64, or an array for several thresholds. Collective."""
+        found = self._of(*self._values())[self._places]
+        return found if found.size > 1 else found[0]
 
     def _of(
         self, tp: HostArray, fp: HostArray, tn: HostArray, fn: HostArray
@@ -122,7 +125,7 @@ class Precision(_OfCounts):
     """How many of the predictions above a threshold are right; 0 if there are none.
 
     Args:
-        thresholds: a number or an increasing list: predictions above it mean 1. None:
+        thresholds: a number or a list, from 0 to 1: predictions above it mean 1. None:
             0.5.
         name: of the metric.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist import losses
-from mpidist._base import backend, guests
+from mpidist._base import backend, guests, nest
 from mpidist._base.expect import expect
 from mpidist._base.types import HostArray, Nest, Shape
 from mpidist._runtime import context, dispatch
@@ -104,8 +104,9 @@ class Metric:
 
     @property
     def variables(self) -> list[Variable]:
-        """The state."""
-        return list(self._weights)
+        """The state, and that of metrics which are attributes."""
+        parts = [x for x in vars(self).values() if isinstance(x, Metric)]
+        return [*self._weights, *(v for part in parts for v in part.variables)]
 
     @property
     def _call(self) -> str:
@@ -113,7 +114,7 @@ class Metric:
 
     def _add(self, compute: Callable[[], Iterable[Any]]) -> None:
         """Add to each variable what a function returns, which raises on all ranks."""
-        call, group = self._call, storage_of(self.variables[0]).group
+        call, group = self._call, storage_of(self._weights[0]).group
         current = context.current().group
         if context.has_strategy() and group is not current:
             raise RuntimeError(
@@ -124,7 +125,8 @@ class Metric:
         alone = context.is_in_replica(group)
         with contextlib.nullcontext() if alone else dispatch.checking(group, call):
             sums = compute()
-        for variable, x in zip(self.variables, sums, strict=True):
+        # A class derived from this one may have made more.
+        for variable, x in zip(self._weights, sums, strict=False):
             variable.assign_add(x)
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
@@ -145,16 +147,23 @@ class Metric:
         for variable in self.variables:
             variable.assign(np.zeros(variable.shape, variable.dtype))
 
-    reset_states = reset_state
+    def reset_states(self) -> None:
+        """Call `reset_state`. Collective, except in a replica function."""
+        self.reset_state()
 
 
 def _of_all_replicas(result: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(result)
     def read(self: Any) -> Any:
         with context.variable_sync_on_read_context():
-            return result(self)
+            # A variable is read here, as outside it is this replica's part.
+            return nest.map_structure(_read, result(self))
 
     return read
+
+
+def _read(x: Nest) -> Any:
+    return x.numpy()[()] if isinstance(x, Variable) else x
 
 
 class Sum(Metric):
@@ -178,7 +187,7 @@ class Sum(Metric):
         def compute() -> tuple[float]:
             x = _array(values, self._call).astype(np.float64)
             w = _weights(sample_weight, x.shape, self._call)
-            return (float((x if w is None else x * w).sum()),)
+            return (float((x if w is None else _weighted(x, w)).sum()),)
 
         self._add(compute)
 
@@ -242,11 +251,14 @@ class Mean(Metric):
 
 
 def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
-    """Return the weights, with axes of length 1 in place of missing ones."""
+    """Return weights, with axes of length 1 in place of missing ones; a number's all.
+
+    Last axes of length 1 that the values lack are left out.
+    """
     if sample_weight is None:
         return None
     w = _array(sample_weight, call).astype(np.float64)
-    if w.shape == (*shape, 1):
+    while w.ndim and w.shape[-1] == 1 and w.shape != shape[: w.ndim]:
         w = w[..., 0]
     expect(
         w.shape == shape[: w.ndim],
@@ -255,7 +267,14 @@ def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
         sample_weight,
         error=ValueError,
     )
+    if not w.ndim:
+        return np.broadcast_to(w, shape)
     return w.reshape(w.shape + (1,) * (len(shape) - w.ndim))
+
+
+def _weighted(x: HostArray, w: HostArray) -> HostArray:
+    """Return the products; 0 for a weight of 0, also of what is not finite."""
+    return np.where(w == 0, 0.0, x) * w
 
 
 def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
@@ -266,12 +285,10 @@ def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
     w = _weights(sample_weight, x.shape, call)
     if w is None:
         return float(x.sum()), float(x.size)
-    if not np.ndim(sample_weight):
-        return float((x * w).sum()), float(x.size * w.sum())
     in_a_row = x.size // w.size if w.size else 0
     if not in_a_row:
         return 0.0, 0.0
-    return float((x * w).sum() / in_a_row), float(w.sum())
+    return float(_weighted(x, w).sum() / in_a_row), float(w.sum())
 
 
 class _Compared(Mean):
@@ -368,7 +385,8 @@ class SparseTopKCategoricalAccuracy(_Compared):
     """How often the score of the label, an int, is one of the ``k`` largest.
 
     Args:
-        k: how many. Scores that are equal to the label's do not count against it.
+        k: how many. Scores that are equal to the label's do not count against it. A
+            row with a NaN is never right.
         name: of the metric.
     """
 
@@ -384,7 +402,7 @@ class SparseTopKCategoricalAccuracy(_Compared):
         what = f"labels that are ints from 0 to {pred.shape[-1] - 1}"
         expect(bool(hit.any(-1).all()), self._call, what, true, error=ValueError)
         own = np.where(hit, pred, 0).sum(-1, keepdims=True)
-        return (pred > own).sum(-1) < self.k
+        return ((pred > own).sum(-1) < self.k) & ~np.isnan(pred).any(-1)
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):

@@ -301,3 +301,107 @@ def test_a_metric_of_ones_own(strategy, size):
     assert float(metric.rows) == 0.0
     with pytest.raises(ValueError, match='`initializer` to be "zeros"'):
         metric.add_weight(initializer="ones")
+
+
+def test_thresholds_keep_their_order_and_are_from_0_to_1():
+    metrics = mpidist.metrics
+    given = [0, 1, 1], [0.5, 0.5, 0.8]
+    for limits, expected in (
+        ([0.3, 0.7], [2 / 3, 1.0]),
+        ([0.7, 0.3], [1.0, 2 / 3]),
+        ([0.7, 0.3, 0.7], [1.0, 2 / 3, 1.0]),
+        ([0.7], 1.0),  # as in Keras, a number
+    ):
+        found = metrics.Precision(limits)(*given)
+        np.testing.assert_allclose(found, expected)
+        assert np.shape(found) == np.shape(expected)
+    for limits in (2.0, np.nan, [], [0.5, -0.1]):
+        with pytest.raises(ValueError, match="Recall: expected `thresholds`"):
+            metrics.Recall(limits)
+    auc = metrics.AUC(from_logits=True)
+    assert auc([0, 1, 0, 1], [-1e4, 1e4, -5.0, 5.0]) == 1.0  # without a warning
+
+
+def test_what_is_not_a_number_counts_as_its_weight_and_is_never_right():
+    metrics = mpidist.metrics
+    assert metrics.Mean()([np.nan, 1.0], [0.0, 1.0]) == 1.0
+    assert metrics.Sum()([np.inf, 1.0], [0.0, 1.0]) == 1.0
+    scores = [[np.nan, 1.0, 2.0], [3.0, np.nan, 2.0], [-np.inf, 0.0, 1.0]]
+    assert metrics.SparseTopKCategoricalAccuracy(2)([0, 0, 1], scores) == 1 / 3
+
+
+def test_weights_of_rows_with_a_last_axis_of_length_1():
+    metrics = mpidist.metrics
+    rows = np.arange(6.0).reshape(2, 3)
+    for weights in ([1.0, 3.0], [[1.0], [3.0]]):
+        mean = metrics.Mean()
+        assert (mean(rows, weights), float(mean.count)) == (3.25, 4.0)
+        true = np.ones((2, 3))
+        assert metrics.TruePositives()(true, true, weights) == 12.0
+    mean = metrics.Mean()
+    assert (mean(rows, [2.0, 2.0]), mean(rows, [2.0])) == (2.5, 2.5)
+    assert float(mean.count) == 4.0 + 12.0
+
+
+@pytest.mark.one_size
+def test_metrics_of_metrics_and_of_variables(strategy, folder, size):
+    class F1(mpidist.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="f1")
+            self.precision = mpidist.metrics.Precision()
+            self.recall = mpidist.metrics.Recall()
+
+        def update_state(self, y_true, y_pred):
+            self.precision.update_state(y_true, y_pred)
+            self.recall.update_state(y_true, y_pred)
+
+        def result(self):
+            p, r = self.precision.result(), self.recall.result()
+            return {"f1": 2 * p * r / max(p + r, 1e-7), "precision": p}
+
+        def reset_state(self):
+            self.precision.reset_state()
+            self.recall.reset_state()
+
+    class Rows(mpidist.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.rows = self.add_weight(name="rows")
+
+        def update_state(self, x):
+            self.rows.assign_add(len(x))
+
+        def result(self):
+            return self.rows
+
+    class Batches(mpidist.metrics.Mean):
+        def __init__(self):
+            super().__init__()
+            self.batches = self.add_weight(name="batches")
+
+        def update_state(self, values):
+            super().update_state(values)
+            self.batches.assign_add(1.0)
+
+    with strategy.scope():
+        f1, rows, batches = F1(), Rows(), Batches()
+
+    def step():
+        i = this_replica()
+        f1.update_state([1, 0, 1], [0.9, 0.8, 0.9 * (i == 0)])
+        batches.update_state([1.0, 2.0])
+        return rows(np.zeros(i + 2))
+
+    assert local(strategy, step) == size * (size + 3) // 2
+    right = size + 1
+    p, r = right / (right + size), right / (2 * size)
+    found = f1.result()
+    assert found["precision"] == pytest.approx(p)
+    assert found["f1"] == pytest.approx(2 * p * r / (p + r))
+    assert (batches.result(), float(batches.batches)) == (1.5, size)
+    checkpoint = mpidist.Checkpoint(f1=f1)
+    checkpoint.save(folder / "c")
+    f1.reset_states()
+    assert f1.result() == {"f1": 0.0, "precision": 0.0}
+    checkpoint.restore(folder / "c")
+    assert f1.result() == found
