@@ -538,7 +538,7 @@ def test_the_api_pages_have_all_public_names():
     for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)(?:\(\))?$", page, re.M):
         if kind == "currentmodule":
             module = name
-        else:
+        elif kind != "automodule":
             shown.setdefault(module, []).append(name)
     assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
     for name in ("losses", "metrics", "nest", "optimizers"):
