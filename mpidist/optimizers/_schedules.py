@@ -72,11 +72,14 @@ def _warmed_cosine(
 def _restarting(
     initial: float, steps: int, longer: float, smaller: float, alpha: float, step: int
 ) -> float:
-    left, period = float(step), float(steps)
+    left, period, begin = float(step), float(steps), 1.0
+    if longer == 1.0:
+        number, left = divmod(left, period)
+        begin = smaller**number
     while left >= period:
-        left, period, initial = left - period, period * longer, initial * smaller
+        left, period, begin = left - period, period * longer, begin * smaller
     cosine = 0.5 * (1 + math.cos(math.pi * left / period))
-    return initial * ((1 - alpha) * cosine + alpha)
+    return initial * ((1 - alpha) * begin * cosine + alpha)
 
 
 def _periods(steps: int, staircase: bool, step: int) -> float:
@@ -172,8 +175,9 @@ def cosine_decay_restarts(
         initial_learning_rate: the learning rate at step 0.
         first_decay_steps: the length of the first period; greater than 0.
         t_mul: each period is longer than the one before by this factor, 1 or more.
-        m_mul: each begins with the rate of the one before times this.
-        alpha: the end of a period as a fraction of its beginning.
+        m_mul: each falls from a height above its end that is that of the one before
+            times this.
+        alpha: the end of each period as a fraction of ``initial_learning_rate``.
 
     Raises:
         ValueError: if ``first_decay_steps`` is not greater than 0, or ``t_mul`` is

@@ -85,6 +85,10 @@ def test_cosines_that_warm_up_and_restart():
     again = mpidist.optimizers.cosine_decay_restarts(1.0, 4, 2.0, 0.5, 0.1)
     half = 0.5 * (1 + np.cos(np.pi / 4))
     assert [again(k) for k in (0, 1, 2)] == pytest.approx([1, 0.9 * half + 0.1, 0.55])
-    assert [again(k) for k in (4, 8, 12)] == pytest.approx([0.5, 0.275, 0.25])
+    # As in Keras: of the factors, alpha has none.
+    assert [again(k) for k in (4, 8, 12)] == pytest.approx([0.55, 0.325, 0.325])
+    again = mpidist.optimizers.cosine_decay_restarts(1.0, 1, 1.0, 0.5)
+    assert again(3) == 0.125
+    assert again(10**12) == 0.0  # at once
     with pytest.raises(ValueError, match="`t_mul` to be 1"):
         mpidist.optimizers.cosine_decay_restarts(1.0, 4, 0.5)
