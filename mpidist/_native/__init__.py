@@ -108,11 +108,15 @@ def is_stale(found: Any, folder: pathlib.Path) -> bool:
     """Return whether an extension module was built from other sources than a folder's.
 
     Those of an installed package, and of a checkout after ``pip install -e .``, are
-    beside it. One that was built by hand (-1) is not checked.
+    beside it. One that was built by hand (-1), or beside files that cannot be read,
+    is not checked.
     """
     expected = 0
-    for path in sorted(folder.glob("*.[ch]")):
-        expected = zlib.crc32(path.read_bytes(), expected)
+    try:
+        for path in sorted(folder.glob("[!.]*.[ch]")):  # no lock file of an editor
+            expected = zlib.crc32(path.read_bytes(), expected)
+    except OSError:
+        return False
     return expected != 0 and getattr(found, "CHECKSUM", 0) not in (expected, -1)
 
 

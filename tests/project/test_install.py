@@ -199,6 +199,12 @@ def test_a_core_of_other_sources_is_stale(tmp_path: pathlib.Path) -> None:
     if _native.core is not None:
         assert not _native.is_stale(_native.core, tmp_path)
     assert not _native.is_stale(types.SimpleNamespace(CHECKSUM=-1), tmp_path)
+    (tmp_path / ".#core.c").symlink_to("user@host.1234")  # while Emacs edits core.c
+    if _native.core is not None:
+        assert not _native.is_stale(_native.core, tmp_path)
+    (tmp_path / "z.c").symlink_to("nowhere")
+    assert not _native.is_stale(types.SimpleNamespace(), tmp_path)
+    (tmp_path / "z.c").unlink()
     (tmp_path / "core.c").write_text("changed")
     for old in (_native.core, types.SimpleNamespace()):  # which had no number once
         assert _native.is_stale(old, tmp_path)
