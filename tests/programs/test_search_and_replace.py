@@ -180,3 +180,19 @@ def test_names_that_are_left_say_what_to_write(line, remedy, tmp_path):
     path = ported(f"import tensorflow as tf\n{line}\n", tmp_path)
     with pytest.raises(AttributeError, match=remedy):
         exec(path.read_text(), {})
+
+
+def test_functions_of_numpy_give_what_tensorflow_does(tmp_path):
+    program = """import tensorflow as tf
+labels = [1, -1]  # which is no class
+one_hot = tf.one_hot(labels, depth=2)
+x = tf.constant([[3.0, 4.0], [0.0, 0.0]])
+norm, turned = tf.norm(x), tf.transpose(x, perm=[1, 0])
+"""
+    found: dict[str, object] = {}
+    exec(ported(program, tmp_path).read_text(), found)
+    assert found["one_hot"].tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    assert (found["norm"], found["turned"].tolist()) == (5.0, [[3.0, 0.0], [4.0, 0.0]])
+    # Of a matrix NumPy's is another norm: this is left to the reader.
+    with pytest.raises(AssertionError, match=r"tf\.norm"):
+        ported("y = tf.norm(x, ord=2)\n", tmp_path)
