@@ -390,6 +390,8 @@ class Loss:
             ValueError: if the reduction is a mean and there is a strategy.
         """
         losses = self.call(y_true, y_pred)
+        if not hasattr(losses, "dtype"):
+            losses = _array(losses, f"{type(self).__name__}.call")
         wide = _wide(losses)
         factor, size = self._factor(wide, sample_weight), self._divisor(wide)
         found = wide if factor is None else wide * factor

@@ -181,6 +181,14 @@ def test_settings_are_checked():
             return abs(y_pred - y_true) ** 3
 
     assert Cubes(name="cubes")(np.zeros(2), np.array([1.0, 2.0]), [1.0, 0.0]) == 0.5
+
+    class Numbers(losses.Loss):
+        def call(self, y_true, y_pred):
+            return [1.0, 2.0] if y_pred else y_true
+
+    assert (Numbers("sum")(0.0, 1.0), Numbers("none")(4.0, 0.0)) == (3.0, 4.0)
+    with pytest.raises(TypeError, match=r"Numbers\.call"):
+        Numbers()(None, None)
     with pytest.raises(NotImplementedError, match="Cubes: its gradient"):
         Cubes().gradient(REAL, LOGITS)
 
