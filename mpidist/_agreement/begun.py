@@ -226,22 +226,31 @@ class BegunCalls:
             if self.failure is not None:
                 self._set_unsettled(True)
             return
-        if self._thread is None:
-            calls = self._guard.calls
-            self._thread = threading.Thread(
-                target=_work,
-                args=(self._queue, threads.current(), weakref.ref(self), calls),
-                name="mpidist communication",
-                daemon=True,
-            )
-            self._thread.start()
         try:
+            if self._thread is None:
+                self._thread = self._start_thread()
             self._last = weakref.ref(call)
             self._set_unsettled(True)
             self._queue.put(call)
         except BaseException as error:  # of a signal; the thread may not have it
             call._end(error)
             raise
+
+    def _start_thread(self) -> threading.Thread:
+        """Return a thread that makes the calls; the system may refuse one."""
+        thread = threading.Thread(
+            target=_work,
+            args=(
+                self._queue,
+                threads.current(),
+                weakref.ref(self),
+                self._guard.calls,
+            ),
+            name="mpidist communication",
+            daemon=True,
+        )
+        thread.start()
+        return thread
 
     def _set_unsettled(self, unsettled: bool) -> None:
         if self.unsettled is not unsettled:

@@ -41,6 +41,29 @@ def test_a_rank_that_does_not_come(new_strategy, rank, size):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_thread_that_the_system_refuses(new_strategy, monkeypatch, size):
+    """The call raises; the next one asks for the thread again."""
+    strategy = new_strategy()
+    start, refused = threading.Thread.start, []
+
+    def refuse(thread):
+        if thread.name == "mpidist communication" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    def step():
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            context().all_reduce_async("SUM", np.ones(3))
+        return context().all_reduce_async("SUM", np.ones(3)).result()
+
+    (found,) = strategy.experimental_local_results(strategy.run(step))
+    np.testing.assert_array_equal(found, np.full(3, size))
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("where", ["result", "call", "program"])
 def test_ctrl_c(new_strategy, same_folder, rank, where):
     """Wherever the program is, while its thread waits for a rank that does not come."""
