@@ -27,20 +27,32 @@ class Pool:
     """
 
     def __init__(self, limit: int) -> None:
+        self.limit = limit if _native.core is not None else 0
         self._slots: _native.Pool | None = None
-        if _native.core is not None and limit:
-            try:
-                memory = _native.core.Memory(-1, limit)
-            except OSError:  # the address space is limited
-                return
-            self._slots = _native.core.Pool(memory, 0, limit)
 
     def empty(self, shape: Shape, dtype: DType) -> HostArray:
         """Return an uninitialized array."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if self._slots is None or nbytes < SMALLEST:
-            return np.empty(shape, dtype)
-        slot = self._slots.take(nbytes)
-        return (
-            np.empty(shape, dtype) if slot is None else np.ndarray(shape, dtype, slot)
-        )
+        if SMALLEST <= nbytes <= self.limit:
+            slots = self._slots or self._map()
+            slot = None if slots is None else slots.take(nbytes)
+            if slot is not None:
+                return np.ndarray(shape, dtype, slot)
+        return np.empty(shape, dtype)
+
+    def _map(self) -> _native.Pool | None:
+        try:
+            memory = _native.core.Memory(-1, self.limit)
+        except OSError:  # the address space is limited
+            self.limit = 0
+            return None
+        self._slots = _native.core.Pool(memory, 0, self.limit)
+        return self._slots
+
+    def close(self) -> None:
+        """Keep no memory but that of results in use, for as long as each is."""
+        self.limit = 0
+        if self._slots is not None:
+            self._slots.close()
+
+    __del__ = close

@@ -163,7 +163,7 @@ class Resources:
         self._released = True
         self._share(NO_MEMORY)
         self.comm.traffic.leave_core()
-        self.pool = Pool(0)  # its memory goes with the last result
+        self.pool.close()
         direct = DirectTransport(self.comm)
         self.transports = Transports(direct, direct, "closed")
 

@@ -11,6 +11,9 @@
    arrays, loads wait for stores that have nothing to do with them ("4K aliasing"). */
 #define OFFSET (PAGE / 2)
 
+/* Of any system: access is given to whole pages. */
+#define LARGEST_PAGE (64 * 1024)
+
 /* All mapped files of this process; the GIL guards the list. */
 static Memory *files;
 
@@ -23,7 +26,7 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
     PyErr_SetString(PyExc_RuntimeError, "Memory: it is mapped already");
     return -1;
   }
-  int flags = MAP_NORESERVE;
+  int flags = MAP_NORESERVE, access = PROT_READ | PROT_WRITE;
   self->fd = -1;
   if (fd >= 0) {
     flags |= MAP_SHARED;
@@ -34,8 +37,9 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
     }
   } else {
     flags |= MAP_PRIVATE | MAP_ANONYMOUS;
+    access = PROT_NONE; /* so a system that counts what it promises does not count it */
   }
-  void *start = mmap(NULL, (size_t)nbytes, PROT_READ | PROT_WRITE, flags, self->fd, 0);
+  void *start = mmap(NULL, (size_t)nbytes, access, flags, self->fd, 0);
   if (start == MAP_FAILED) {
     PyErr_SetFromErrno(PyExc_OSError);
     return -1;
@@ -83,7 +87,14 @@ static void Memory_dealloc(Memory *self) {
 
 /* 0 if the bytes are there from now on, else errno. */
 static int reserve(Memory *self, Py_ssize_t start, Py_ssize_t nbytes) {
-  if (self->fd < 0) return 0;
+  if (self->fd < 0) {
+    Py_ssize_t first = start / LARGEST_PAGE * LARGEST_PAGE, last = start + nbytes;
+    last = (last + LARGEST_PAGE - 1) / LARGEST_PAGE * LARGEST_PAGE;
+    if (last > self->nbytes) last = self->nbytes;
+    return mprotect(self->start + first, (size_t)(last - first), PROT_READ | PROT_WRITE)
+               ? errno
+               : 0;
+  }
   int error;
   do error = posix_fallocate(self->fd, start, nbytes);
   while (error == EINTR);
@@ -99,7 +110,8 @@ PyTypeObject MemoryType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Memory",
     .tp_doc =
         "Memory(fd, nbytes)\n--\n\n"
-        "A file that is mapped for all who open it; -1: memory of this process.",
+        "A file that is mapped for all who open it; -1: memory of this process, of which\n"
+        "only the slots of a pool can be used.",
     .tp_basicsize = sizeof(Memory),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
@@ -121,6 +133,7 @@ typedef struct {
   Range *ranges;        /* free, in order, none touching the next */
   Py_ssize_t count, room;
   Py_ssize_t blocks; /* given out */
+  int closed;        /* what is free goes back to the system */
 } Pool;
 
 typedef struct {
@@ -200,6 +213,20 @@ static PyObject *Pool_take(Pool *self, PyObject *argument) {
   Py_RETURN_NONE;
 }
 
+/* Let the system have the pages of a range, where the memory is this process's own. */
+static void release(const Pool *self, size_t first, size_t last) {
+  if (self->memory->fd < 0)
+    madvise(self->memory->start + self->start + first, last - first, MADV_DONTNEED);
+}
+
+static PyObject *Pool_close(Pool *self, PyObject *ignored) {
+  (void)ignored;
+  self->closed = 1;
+  for (Py_ssize_t i = 0; i < self->count; i++)
+    release(self, self->ranges[i].start, self->ranges[i].stop);
+  Py_RETURN_NONE;
+}
+
 static void give_back(Pool *self, size_t first, size_t last) {
   Py_ssize_t i = 0;
   while (i < self->count && self->ranges[i].start < first) i++;
@@ -223,6 +250,7 @@ static void give_back(Pool *self, size_t first, size_t last) {
 
 static void Slot_dealloc(Slot *self) {
   give_back(self->pool, self->first, self->last);
+  if (self->pool->closed) release(self->pool, self->first, self->last);
   self->pool->blocks--;
   Py_DECREF(self->pool);
   PyObject_Free(self);
@@ -254,6 +282,9 @@ static PyMethodDef Pool_methods[] = {
     {"take", (PyCFunction)Pool_take, METH_O,
      "take(nbytes)\n--\n\n"
      "Return a `Slot`, whose bytes are not set; None where there is no room."},
+    {"close", (PyCFunction)Pool_close, METH_NOARGS,
+     "close()\n--\n\n"
+     "Have private memory go back to the system as soon as no slot has it."},
     {NULL}};
 static PyGetSetDef Pool_fields[] = {
     {"used", (getter)Pool_used, NULL, "Bytes that blocks have, in whole pages.", NULL},

@@ -1,5 +1,7 @@
 """The memory of results."""
 
+import resource
+
 import numpy as np
 import pytest
 
@@ -51,3 +53,46 @@ def test_what_a_pool_keeps_is_limited():
     assert pool.empty((2**17 - 2**9,), dtype).base is not None  # all of it is free
     for other in (pool, _pool.Pool(0)):
         assert other.empty((2**18,), dtype).base is None
+
+
+def bytes_of_this_process(name):
+    with open("/proc/self/status") as file:
+        return next(int(row.split()[1]) << 10 for row in file if row.startswith(name))
+
+
+@pytest.mark.parametrize("end", [_pool.Pool.close, lambda pool: None])
+def test_a_kept_result_keeps_no_memory_but_its_own(end):
+    pool, dtype = _pool.Pool(2**28), np.dtype(np.uint8)
+    others = [pool.empty((2**26,), dtype) for _ in range(2)]
+    kept = pool.empty((2**17,), dtype)
+    for x in (*others, kept):
+        x[...] = 1
+    before = bytes_of_this_process("VmRSS")
+    del x, others[0]
+    end(pool)
+    del pool
+    assert bytes_of_this_process("VmRSS") < before - 2**25
+    del others
+    assert bytes_of_this_process("VmRSS") < before - 2**25 - 2**26
+    assert (kept == 1).all()
+
+
+def test_memory_is_mapped_for_the_first_result_and_counted_as_it_is_used():
+    before = bytes_of_this_process("VmSize")
+    pool, dtype = _pool.Pool(2**38), np.dtype(float)
+    assert bytes_of_this_process("VmSize") < before + 2**30
+    x = pool.empty((2**14,), dtype)
+    x[...] = 1
+    assert bytes_of_this_process("VmSize") > before + 2**37
+    assert bytes_of_this_process("VmData") < before + 2**30
+
+
+def test_where_the_address_space_is_limited_results_have_memory_of_their_own():
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**42, hard))
+    try:
+        pool = _pool.Pool(2**43)
+        assert pool.empty((2**14,), np.dtype(float)).base is None
+        assert pool.empty((2**14,), np.dtype(float)).base is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
