@@ -11,8 +11,9 @@
    arrays, loads wait for stores that have nothing to do with them ("4K aliasing"). */
 #define OFFSET (PAGE / 2)
 
-/* Of any system: access is given to whole pages. */
-#define LARGEST_PAGE (64 * 1024)
+/* Access is given to so many bytes at a time: whole pages of any system, the huge ones
+   too.  With small ones a sum of 64 MiB took 1.5 times as long, the first one 3.5 times. */
+#define LARGEST_PAGE (2 * 1024 * 1024)
 
 /* All mapped files of this process; the GIL guards the list. */
 static Memory *files;
@@ -46,6 +47,7 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
   }
   self->start = start;
   self->nbytes = nbytes;
+  if (self->fd < 0) madvise(start, (size_t)nbytes, MADV_HUGEPAGE);
   if (self->fd >= 0) {
     self->after = files;
     if (files) files->before = self;

@@ -1,6 +1,7 @@
 """The memory of results."""
 
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,3 +97,18 @@ def test_where_the_address_space_is_limited_results_have_memory_of_their_own():
         assert pool.empty((2**14,), np.dtype(float)).base is None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages"
+)
+def test_results_have_huge_pages_as_arrays_of_numpy_do():
+    x = _pool.Pool(2**26).empty((2**20,), np.dtype(float))
+    start, flags = x.__array_interface__["data"][0], ""
+    for row in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = row.partition(" ")
+        if "-" in first:
+            low, high = (int(part, 16) for part in first.split("-"))
+        elif first == "VmFlags:" and low <= start < high:
+            flags = rest
+    assert "hg" in flags.split()
