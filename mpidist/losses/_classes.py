@@ -1,0 +1,361 @@
+"""The losses as classes: with a reduction, and a gradient in closed form."""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from typing import Any, ClassVar
+
+from mpidist._base.expect import expect
+from mpidist._base.remedies import explain_keywords
+from mpidist._base.types import Nest, Shape
+from mpidist._runtime import context
+from mpidist.losses._functions import (
+    binary_crossentropy,
+    categorical_crossentropy,
+    huber,
+    mean_absolute_error,
+    mean_squared_error,
+    sparse_categorical_crossentropy,
+)
+from mpidist.losses._pairs import (
+    Pair,
+    cast,
+    clipped,
+    inside,
+    like,
+    log_softmax,
+    one_hot,
+    own_array,
+    pair,
+    smooth,
+    widened,
+)
+
+_MEANS = ("auto", "sum_over_batch_size", "mean")
+_KINDS = (*_MEANS, "sum", "none", None)
+
+
+class Reduction:
+    """How a loss adds up its rows: values of the argument ``reduction``.
+
+    Attributes:
+        NONE: not at all: one loss per row, for `mpidist.compute_average_loss`.
+        SUM: their sum.
+        SUM_OVER_BATCH_SIZE: their mean, which is refused in a strategy.
+        AUTO: the same.
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+    SUM = "sum"
+    SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
+
+
+def _leading(weights: Shape, values: Shape) -> Shape:
+    """Return a shape without the last axes of length 1 that do not fit another one."""
+    while weights and weights[-1] == 1 and weights != values[: len(weights)]:
+        weights = weights[:-1]
+    return weights
+
+
+class Loss:
+    """The base of the losses; derive from it, and define ``call(y_true, y_pred)``.
+
+    Args:
+        reduction: of the losses of the rows: "none" (or None), "sum", or
+            "sum_over_batch_size" (also "auto", "mean"), which is their mean. In a
+            strategy's scope and in replica functions the last is refused, as in
+            TensorFlow: the mean over the rows of one replica is not its share of the
+            mean over all rows. Write "none", and `mpidist.compute_average_loss`.
+        name: of the loss.
+        dtype: accepted and ignored.
+
+    Raises:
+        ValueError: for another reduction.
+    """
+
+    def __init__(
+        self,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        kind = type(self).__name__
+        known = reduction in _KINDS
+        what = f"`reduction` to be one of {', '.join(map(repr, _KINDS))}"
+        expect(known, kind, what, reduction, error=ValueError)
+        self.name = name or kind
+        self.reduction = "none" if reduction is None else reduction
+        self._options: dict[str, Any] = {}
+
+    def call(self, y_true: Nest, y_pred: Nest) -> Any:
+        """Return one loss per row."""
+        raise NotImplementedError
+
+    def __call__(self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None) -> Any:
+        """Return the losses of the rows, reduced.
+
+        Args:
+            y_true: the labels.
+            y_pred: the predictions.
+            sample_weight: None, a number, or a factor for each row, or for each place
+                of its first axes. The mean is still over the number of rows.
+
+        Returns:
+            An array of the library of ``y_pred``: a scalar, or with "none" of the shape
+            of ``y_pred`` without its last axis.
+
+        Raises:
+            TypeError, ValueError: for invalid arguments.
+            ValueError: if the reduction is a mean and there is a strategy.
+        """
+        losses = self.call(y_true, y_pred)
+        if not hasattr(losses, "dtype"):
+            losses = own_array(losses, f"{type(self).__name__}.call")
+        wide = widened(losses)
+        factor, size = self._factor(wide, sample_weight), self._divisor(wide)
+        found = wide if factor is None else wide * factor
+        found = found if self.reduction == "none" else found.sum() / size
+        return found if wide is losses else cast(found, losses.dtype)
+
+    def _factor(self, losses: Any, sample_weight: Nest) -> Any:
+        """Return what each row is multiplied by; None: nothing."""
+        if sample_weight is None:
+            return None
+        kind = type(self).__name__
+        weights = like(sample_weight, losses, kind)
+        shape = tuple(losses.shape)
+        weights = weights.reshape(_leading(tuple(weights.shape), shape))
+        what = f"`sample_weight` of shape {shape}, or of its first axes"
+        fits = tuple(weights.shape) == shape[: weights.ndim]
+        expect(fits, kind, what, sample_weight, error=ValueError)
+        return weights.reshape(
+            tuple(weights.shape) + (1,) * (len(shape) - weights.ndim)
+        )
+
+    def _divisor(self, losses: Any) -> int:
+        """Return the number of rows for a mean, else 1."""
+        if self.reduction not in _MEANS:
+            return 1
+        if context.has_strategy():
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind}: reduction={self.reduction!r} is the mean over the rows of "
+                f"one replica, not of all; write `{kind}(reduction='none')`, and "
+                "`mpidist.compute_average_loss(losses, global_batch_size=n)`"
+            )
+        rows: int = math.prod(losses.shape)
+        return max(1, rows)
+
+    def gradient(self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None) -> Any:
+        """Return the derivative of the loss with respect to the predictions.
+
+        With the reduction "none" that of the sum of the losses of the rows: divide it
+        by the rows of the whole step (`mpidist.global_batch_size`), as
+        `mpidist.compute_average_loss` does the losses.
+
+        Args:
+            y_true: the labels.
+            y_pred: the predictions.
+            sample_weight: as in a call.
+
+        Returns:
+            An array of the shape, library and dtype of ``y_pred``.
+
+        Raises:
+            TypeError, ValueError: as a call.
+            NotImplementedError: of a class of the user, which has no ``_derivative``.
+        """
+        y, slope = self._derivative(y_true, y_pred)
+        losses = y.pred.sum(-1)
+        factor = self._factor(losses, sample_weight)
+        slope = slope if factor is None else slope * factor[..., None]
+        slope = cast(slope / self._divisor(losses), y.dtype)
+        shape = getattr(y_pred, "shape", None)
+        return slope if shape is None else slope.reshape(tuple(shape))
+
+    def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
+        """Return the arguments, and the derivative of each row's loss."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: its gradient is not known; define "
+            "`gradient(y_true, y_pred, sample_weight=None)`"
+        )
+
+
+class _Elementwise(Loss):
+    """A mean over the last axis of a function of each element."""
+
+    _function: ClassVar[abc.Callable[..., Any]]
+
+    def call(self, y_true: Nest, y_pred: Nest) -> Any:
+        return type(self)._function(y_true, y_pred, **self._options)
+
+    def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
+        y = pair(y_true, y_pred, self._function.__name__)
+        return y, self._slope(y) / max(1, y.pred.shape[-1])
+
+    def _slope(self, y: Pair) -> Any:
+        raise NotImplementedError
+
+
+class MeanSquaredError(_Elementwise):
+    """`mean_squared_error`, reduced over the rows; see `Loss`."""
+
+    _function = mean_squared_error
+
+    def _slope(self, y: Pair) -> Any:
+        return 2 * (y.pred - y.true)
+
+
+class MeanAbsoluteError(_Elementwise):
+    """`mean_absolute_error`, reduced over the rows; see `Loss`."""
+
+    _function = mean_absolute_error
+
+    def _slope(self, y: Pair) -> Any:
+        return y.xp.sign(y.pred - y.true)
+
+
+class Huber(_Elementwise):
+    """`huber`, reduced over the rows; see `Loss`.
+
+    Args:
+        delta: of `huber`.
+        reduction: as for `Loss`.
+        name: of the loss.
+    """
+
+    _function = huber
+
+    def __init__(
+        self,
+        delta: float = 1.0,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        super().__init__(reduction, name)
+        self._options = {"delta": delta}
+
+    def _slope(self, y: Pair) -> Any:
+        delta = self._options["delta"]
+        return y.xp.clip(y.pred - y.true, -delta, delta)
+
+
+class BinaryCrossentropy(_Elementwise):
+    """`binary_crossentropy`, reduced over the rows; see `Loss`.
+
+    Args:
+        from_logits: whether predictions are logits.
+        label_smoothing: moves labels towards 0.5 by this fraction.
+        axis: -1; accepted for its name.
+        reduction: as for `Loss`.
+        name: of the loss.
+    """
+
+    _function = binary_crossentropy
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        super().__init__(reduction, name)
+        _check_axis(type(self).__name__, axis)
+        self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+
+    def _slope(self, y: Pair) -> Any:
+        xp, true, pred, _ = smooth(y, self._options["label_smoothing"], 2)
+        if self._options["from_logits"]:
+            return xp.exp(-xp.logaddexp(-pred, xp.zeros_like(pred))) - true
+        p = clipped(xp, pred)
+        return (p - true) / (p * (1 - p)) * inside(pred)
+
+
+class CategoricalCrossentropy(Loss):
+    """`categorical_crossentropy`, reduced over the rows; see `Loss`.
+
+    Args:
+        from_logits: whether predictions are logits.
+        label_smoothing: moves labels towards 1 / classes by this fraction.
+        axis: -1; accepted for its name.
+        reduction: as for `Loss`.
+        name: of the loss.
+    """
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        super().__init__(reduction, name)
+        _check_axis(type(self).__name__, axis)
+        self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+
+    def call(self, y_true: Nest, y_pred: Nest) -> Any:
+        """Return one loss per row."""
+        return categorical_crossentropy(y_true, y_pred, **self._options)
+
+    def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
+        y = pair(y_true, y_pred, "categorical_crossentropy")
+        y = smooth(y, self._options["label_smoothing"], y.pred.shape[-1])
+        if self._options["from_logits"]:
+            return y, _slope_of_logits(y, y.pred)
+        total = y.pred.sum(-1)[..., None]
+        p = y.pred / total
+        of_share = -y.true / clipped(y.xp, p) * inside(p)
+        return y, (of_share - (of_share * p).sum(-1)[..., None]) / total
+
+
+class SparseCategoricalCrossentropy(Loss):
+    """`sparse_categorical_crossentropy`, reduced over the rows; see `Loss`.
+
+    Args:
+        from_logits: whether predictions are logits.
+        reduction: as for `Loss`.
+        axis: -1; accepted for its name.
+        name: of the loss.
+    """
+
+    @explain_keywords("SparseCategoricalCrossentropy")
+    def __init__(
+        self,
+        from_logits: bool = False,
+        reduction: str | None = "sum_over_batch_size",
+        axis: int = -1,
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        super().__init__(reduction, name)
+        _check_axis(type(self).__name__, axis)
+        self._options = {"from_logits": from_logits}
+
+    def call(self, y_true: Nest, y_pred: Nest) -> Any:
+        """Return one loss per row."""
+        return sparse_categorical_crossentropy(y_true, y_pred, **self._options)
+
+    def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
+        y = one_hot(y_true, y_pred, "sparse_categorical_crossentropy")
+        if self._options["from_logits"]:
+            return y, _slope_of_logits(y, y.pred)
+        p = clipped(y.xp, y.pred)
+        return y, _slope_of_logits(y, y.xp.log(p)) / p * inside(y.pred)
+
+
+def _slope_of_logits(y: Pair, logits: Any) -> Any:
+    share = y.xp.exp(log_softmax(y.xp, logits))
+    return share * y.true.sum(-1)[..., None] - y.true
+
+
+def _check_axis(call: str, axis: int) -> None:
+    hint = "write `numpy.moveaxis(x, axis, -1)` for the predictions and one-hot labels"
+    expect(axis == -1, call, "`axis` to be -1", axis, hint, error=ValueError)
