@@ -215,10 +215,15 @@ static PyObject *Pool_take(Pool *self, PyObject *argument) {
   Py_RETURN_NONE;
 }
 
-/* Let the system have the pages of a range, where the memory is this process's own. */
+/* Let the system have the pages of a range, where the memory is this process's own; only
+   those that are whole: the system's may be larger than PAGE, and madvise takes all of the
+   last one. */
 static void release(const Pool *self, size_t first, size_t last) {
-  if (self->memory->fd < 0)
-    madvise(self->memory->start + self->start + first, last - first, MADV_DONTNEED);
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  first = (self->start + first + page - 1) / page * page;
+  last = (self->start + last) / page * page;
+  if (self->memory->fd < 0 && first < last)
+    madvise(self->memory->start + first, last - first, MADV_DONTNEED);
 }
 
 static PyObject *Pool_close(Pool *self, PyObject *ignored) {
