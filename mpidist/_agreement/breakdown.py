@@ -13,6 +13,7 @@ memory, and all raise `ReplicaLostError`.
 from __future__ import annotations
 
 import enum
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -179,10 +180,14 @@ class Breakdown:
     def repeat_notice(self) -> None:
         """Tell the others that this rank has left, if that has failed before.
 
-        For example by a RecursionError, which is over some frames farther up.
+        For example by a RecursionError, which is over some frames farther up. pickle
+        makes an error of its own of one.
         """
         if self._untold:
-            self.notices.post(Wait(self._untold, self._shared.sequence), self.why)
+            try:
+                self.notices.post(Wait(self._untold, self._shared.sequence), self.why)
+            except (RecursionError, pickle.PicklingError):
+                return
             self._untold = ""
 
     def give_up_on(self, wait: Wait, why: str) -> CollectiveTimeoutError:

@@ -79,7 +79,7 @@ class _Confusion(Metric):
         for label in (True, False):
             w = np.where((true.ravel() != 0) == label, weights.ravel(), 0.0)
             counts = np.bincount(k, w, self._limits.size + 1)
-            passed = counts[::-1].cumsum()[::-1][1:]
+            passed = np.cumsum(counts[::-1])[::-1][1:]
             above.append(passed)
             below.append(counts.sum() - passed)
         return *above, below[1], below[0]

@@ -7,8 +7,11 @@ is told only at the deadline fails.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from replicas import (
 )
 
 import mpidist
+from mpidist._agreement import notices
 from mpidist._base import checksums
 from mpidist._strategy.strategy import group_of
 from mpidist._values import storage, variable
@@ -252,6 +256,34 @@ def test_a_recursion_error_that_leaves_no_frame_to_say_so(
     # Where nothing was sent yet, the ranks make other calls; otherwise it is broken.
     went_well = size == 1 or not any(everywhere(bool(raised)))
     assert all((row.name == "NoneType") == went_well for row in rows), rows
+
+
+def test_a_notice_that_cannot_be_pickled_for_want_of_frames_is_posted_later(
+    new_strategy, size, last, monkeypatch
+):
+    """The others are told, and the rank raises what it raised, not pickle's error."""
+    if size == 1:
+        pytest.skip("nobody is told")
+    strategy = new_strategy()
+    refused = []
+
+    def dumps(notice):
+        if not refused:
+            refused.append(notice)
+            raise pickle.PicklingError
+        return pickle.dumps(notice)
+
+    own = SimpleNamespace(dumps=dumps, loads=pickle.loads)
+    with mpidist.ReplicaContext(strategy, None) as replica, monkeypatch.context() as m:
+        injection: Any = contextlib.nullcontext()
+        if strategy.replica_id == last:
+            m.setattr(notices, "pickle", own)
+            injection = Injection(2, RecursionError("injected"))
+        with injection:
+            rows = outcomes(lambda: replica.all_reduce("SUM", np.ones(3)))
+    assert rows[last].name == "RecursionError", rows
+    assert {row.name for row in rows[:-1]} == {"CollectiveTimeoutError"}, rows
+    assert everywhere(len(refused))[last] == 1
 
 
 @pytest.mark.parametrize("what", ["checksum", "variable", "restore"])

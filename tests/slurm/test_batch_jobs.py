@@ -37,10 +37,10 @@ if strategy.replica_id == 0:
     print("replicas", n, "sum", ids, "threads", os.environ["OMP_NUM_THREADS"],
           "index", os.environ.get("SLURM_ARRAY_TASK_ID"), flush=True)
 """
-# Arguments: the folder; "waits": until it is told, before it has a handler; "slowly":
+# Arguments: the folder; "waits": for the signal, before it has a handler; "slowly":
 # it takes so long, until it is started again, that it is told before its end.
 TRAIN = f"""\
-import os, sys, time
+import os, signal, sys, time
 import numpy as np
 import mpidist
 
@@ -49,9 +49,12 @@ with strategy.scope():
     w = mpidist.Variable(np.zeros(8), aggregation=mpidist.VariableAggregation.MEAN)
 checkpoint = mpidist.Checkpoint(w=w)
 manager = mpidist.CheckpointManager(checkpoint, sys.argv[1], max_to_keep=2)
-while "waits" in sys.argv and not os.path.exists(sys.argv[1] + ".told"):
-    time.sleep(0.05)
-slowly = "slowly" in sys.argv and not int(os.environ.get("SLURM_RESTART_COUNT", 0))
+is_first = not int(os.environ.get("SLURM_RESTART_COUNT", 0))
+if "waits" in sys.argv and is_first:
+    print("has no handler yet", flush=True)
+    while signal.SIGUSR1 not in signal.sigpending():
+        time.sleep(0.05)
+slowly = "slowly" in sys.argv and is_first
 handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
 say = strategy.replica_id == 0
 first = 10 if "regularly" in sys.argv else 1
@@ -427,12 +430,9 @@ def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed, lau
 @pytest.mark.core
 @starts_ranks
 def test_a_signal_that_comes_before_the_handler_is_not_lost(cluster, undisturbed):
-    folder = _folder()
-    job = _submit_training(cluster, folder, "waits")
-    cluster.wait_for_output(job, "start 0:")
+    job = _submit_training(cluster, _folder(), "waits")
+    cluster.wait_for_output(job, "has no handler yet")
     cluster.run("scancel", "--batch", "--signal=USR1", job)
-    time.sleep(0.5)  # until it is there
-    (cluster.folder / f"{folder}.told").touch()
     state = cluster.wait(job, "COMPLETED", "FAILED")
     assert state["JobState"] == "COMPLETED", cluster.output(job)
     assert _steps(cluster, job) == [0, 0]
