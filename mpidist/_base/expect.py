@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from mpidist._base.types import Shape
+
 
 def expect(
     fits: object,
@@ -59,3 +61,25 @@ def as_int(
             f"{hint and '; '}{hint}"
         )
     return number
+
+
+def as_row_weights(call: str, given: object, weights: Any, shape: Shape) -> Any:
+    """Return weights whose axes are the first ones of an array.
+
+    Their last axes of length 1 that the array lacks are left out.
+
+    Args:
+        call: the method, for the message.
+        given: the argument.
+        weights: the array that it is, of any library.
+        shape: of the array that they weigh.
+
+    Raises:
+        ValueError: if they are of another shape.
+    """
+    own = tuple(weights.shape)
+    while own and own[-1] == 1 and own != shape[: len(own)]:
+        own = own[:-1]
+    what = f"`sample_weight` of shape {shape}, or of its first axes"
+    expect(own == shape[: len(own)], call, what, given, error=ValueError)
+    return weights.reshape(own)

@@ -37,7 +37,8 @@ typedef struct Memory {
   PyObject_HEAD
   unsigned char *start;
   Py_ssize_t nbytes;
-  int fd;
+  int is_private; /* of this process, and of no file */
+  int fd;         /* -1: none, or this is a forked child */
   struct Memory *before, *after; /* of those that are mapped files */
 } Memory;
 

@@ -47,7 +47,8 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
   }
   self->start = start;
   self->nbytes = nbytes;
-  if (self->fd < 0) madvise(start, (size_t)nbytes, MADV_HUGEPAGE);
+  self->is_private = self->fd < 0;
+  if (self->is_private) madvise(start, (size_t)nbytes, MADV_HUGEPAGE);
   if (self->fd >= 0) {
     self->after = files;
     if (files) files->before = self;
@@ -89,7 +90,7 @@ static void Memory_dealloc(Memory *self) {
 
 /* 0 if the bytes are there from now on, else errno. */
 static int reserve(Memory *self, Py_ssize_t start, Py_ssize_t nbytes) {
-  if (self->fd < 0) {
+  if (self->is_private) {
     Py_ssize_t first = start / LARGEST_PAGE * LARGEST_PAGE, last = start + nbytes;
     last = (last + LARGEST_PAGE - 1) / LARGEST_PAGE * LARGEST_PAGE;
     if (last > self->nbytes) last = self->nbytes;
@@ -97,6 +98,7 @@ static int reserve(Memory *self, Py_ssize_t start, Py_ssize_t nbytes) {
                ? errno
                : 0;
   }
+  if (self->fd < 0) return 0; /* in a forked child, which has the file for itself */
   int error;
   do error = posix_fallocate(self->fd, start, nbytes);
   while (error == EINTR);
@@ -222,7 +224,7 @@ static void release(const Pool *self, size_t first, size_t last) {
   size_t page = (size_t)sysconf(_SC_PAGESIZE);
   first = (self->start + first + page - 1) / page * page;
   last = (self->start + last) / page * page;
-  if (self->memory->fd < 0 && first < last)
+  if (self->memory->is_private && first < last)
     madvise(self->memory->start + first, last - first, MADV_DONTNEED);
 }
 

@@ -6,9 +6,9 @@ import math
 from collections import abc
 from typing import Any, ClassVar
 
-from mpidist._base.expect import expect
+from mpidist._base.expect import as_row_weights, expect
 from mpidist._base.remedies import explain_keywords
-from mpidist._base.types import Nest, Shape
+from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist.losses._functions import (
     binary_crossentropy,
@@ -50,13 +50,6 @@ class Reduction:
     NONE = "none"
     SUM = "sum"
     SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
-
-
-def _leading(weights: Shape, values: Shape) -> Shape:
-    """Return a shape without the last axes of length 1 that do not fit another one."""
-    while weights and weights[-1] == 1 and weights != values[: len(weights)]:
-        weights = weights[:-1]
-    return weights
 
 
 class Loss:
@@ -125,14 +118,9 @@ class Loss:
             return None
         kind = type(self).__name__
         weights = like(sample_weight, losses, kind)
-        shape = tuple(losses.shape)
-        weights = weights.reshape(_leading(tuple(weights.shape), shape))
-        what = f"`sample_weight` of shape {shape}, or of its first axes"
-        fits = tuple(weights.shape) == shape[: weights.ndim]
-        expect(fits, kind, what, sample_weight, error=ValueError)
-        return weights.reshape(
-            tuple(weights.shape) + (1,) * (len(shape) - weights.ndim)
-        )
+        weights = as_row_weights(kind, sample_weight, weights, tuple(losses.shape))
+        after = losses.ndim - weights.ndim
+        return weights.reshape(tuple(weights.shape) + (1,) * after)
 
     def _divisor(self, losses: Any) -> int:
         """Return the number of rows for a mean, else 1."""
@@ -183,13 +171,18 @@ class Loss:
         )
 
 
-class _Elementwise(Loss):
-    """A mean over the last axis of a function of each element."""
+class _OfFunction(Loss):
+    """What a function returns, with the options of the loss."""
 
     _function: ClassVar[abc.Callable[..., Any]]
 
     def call(self, y_true: Nest, y_pred: Nest) -> Any:
+        """Return one loss per row."""
         return type(self)._function(y_true, y_pred, **self._options)
+
+
+class _Elementwise(_OfFunction):
+    """A mean over the last axis of a function of each element."""
 
     def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
         y = pair(y_true, y_pred, self._function.__name__)
@@ -243,7 +236,24 @@ class Huber(_Elementwise):
         return y.xp.clip(y.pred - y.true, -delta, delta)
 
 
-class BinaryCrossentropy(_Elementwise):
+class _CrossEntropy(_OfFunction):
+    """With labels that can be smoothed; `BinaryCrossentropy` has the arguments."""
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+        reduction: str | None = "sum_over_batch_size",
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        super().__init__(reduction, name)
+        _check_axis(type(self).__name__, axis)
+        self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
+
+
+class BinaryCrossentropy(_CrossEntropy, _Elementwise):
     """`binary_crossentropy`, reduced over the rows; see `Loss`.
 
     Args:
@@ -256,19 +266,6 @@ class BinaryCrossentropy(_Elementwise):
 
     _function = binary_crossentropy
 
-    def __init__(
-        self,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        axis: int = -1,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = None,
-        dtype: object = None,
-    ) -> None:
-        super().__init__(reduction, name)
-        _check_axis(type(self).__name__, axis)
-        self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
-
     def _slope(self, y: Pair) -> Any:
         xp, true, pred, _ = smooth(y, self._options["label_smoothing"], 2)
         if self._options["from_logits"]:
@@ -277,7 +274,7 @@ class BinaryCrossentropy(_Elementwise):
         return (p - true) / (p * (1 - p)) * inside(pred)
 
 
-class CategoricalCrossentropy(Loss):
+class CategoricalCrossentropy(_CrossEntropy):
     """`categorical_crossentropy`, reduced over the rows; see `Loss`.
 
     Args:
@@ -288,22 +285,7 @@ class CategoricalCrossentropy(Loss):
         name: of the loss.
     """
 
-    def __init__(
-        self,
-        from_logits: bool = False,
-        label_smoothing: float = 0.0,
-        axis: int = -1,
-        reduction: str | None = "sum_over_batch_size",
-        name: str | None = None,
-        dtype: object = None,
-    ) -> None:
-        super().__init__(reduction, name)
-        _check_axis(type(self).__name__, axis)
-        self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
-
-    def call(self, y_true: Nest, y_pred: Nest) -> Any:
-        """Return one loss per row."""
-        return categorical_crossentropy(y_true, y_pred, **self._options)
+    _function = categorical_crossentropy
 
     def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
         y = pair(y_true, y_pred, "categorical_crossentropy")
@@ -316,7 +298,7 @@ class CategoricalCrossentropy(Loss):
         return y, (of_share - (of_share * p).sum(-1)[..., None]) / total
 
 
-class SparseCategoricalCrossentropy(Loss):
+class SparseCategoricalCrossentropy(_OfFunction):
     """`sparse_categorical_crossentropy`, reduced over the rows; see `Loss`.
 
     Args:
@@ -325,6 +307,8 @@ class SparseCategoricalCrossentropy(Loss):
         axis: -1; accepted for its name.
         name: of the loss.
     """
+
+    _function = sparse_categorical_crossentropy
 
     @explain_keywords("SparseCategoricalCrossentropy")
     def __init__(
@@ -338,10 +322,6 @@ class SparseCategoricalCrossentropy(Loss):
         super().__init__(reduction, name)
         _check_axis(type(self).__name__, axis)
         self._options = {"from_logits": from_logits}
-
-    def call(self, y_true: Nest, y_pred: Nest) -> Any:
-        """Return one loss per row."""
-        return sparse_categorical_crossentropy(y_true, y_pred, **self._options)
 
     def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
         y = one_hot(y_true, y_pred, "sparse_categorical_crossentropy")

@@ -10,7 +10,7 @@ import numpy as np
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import HostArray, Nest
-from mpidist.metrics._metrics import Metric, _array, _weights
+from mpidist.metrics._metrics import Metric, _array, _of_shape, _weights
 
 _COUNTS: Final = (
     "true_positives",
@@ -60,9 +60,7 @@ class _Confusion(Metric):
     def _counts(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Any:
         call = self._call
         true, pred = (_array(x, call) for x in (y_true, y_pred))
-        own, shape = ([n for n in x.shape if n != 1] for x in (true, pred))
-        what = f"`y_true` of shape {pred.shape}, as `y_pred` has"
-        expect(own == shape, call, what, y_true, error=ValueError)
+        true = _of_shape(true, pred.shape, call)
         weights = _weights(sample_weight, pred.shape, call)
         weights = np.broadcast_to(1.0 if weights is None else weights, pred.shape)
         if pred.dtype.kind != "f":

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from mpidist import losses
 from mpidist._base import backend, guests, nest
-from mpidist._base.expect import expect
+from mpidist._base.expect import as_row_weights, expect
 from mpidist._base.types import HostArray, Nest, Shape
 from mpidist._runtime import context, dispatch
 from mpidist._values.distributed import Mirrored, is_per_replica
@@ -251,22 +251,11 @@ class Mean(Metric):
 
 
 def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
-    """Return weights, with axes of length 1 in place of missing ones; a number's all.
-
-    Last axes of length 1 that the values lack are left out.
-    """
+    """Return weights, with axes of length 1 for missing ones; of a number all."""
     if sample_weight is None:
         return None
-    w = _array(sample_weight, call).astype(np.float64)
-    while w.ndim and w.shape[-1] == 1 and w.shape != shape[: w.ndim]:
-        w = w[..., 0]
-    expect(
-        w.shape == shape[: w.ndim],
-        call,
-        f"`sample_weight` of shape {shape}, or of its first axes",
-        sample_weight,
-        error=ValueError,
-    )
+    given = _array(sample_weight, call).astype(np.float64)
+    w: HostArray = as_row_weights(call, sample_weight, given, shape)
     if not w.ndim:
         return np.broadcast_to(w, shape)
     return w.reshape(w.shape + (1,) * (len(shape) - w.ndim))
@@ -291,6 +280,18 @@ def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
     return float(_weighted(x, w).sum() / in_a_row), float(w.sum())
 
 
+def _of_shape(true: HostArray, shape: Shape, call: str) -> HostArray:
+    """Return labels with the shape of what they are compared with.
+
+    Only axes of length 1 may differ. NumPy would compare shape (n,) and (n, 1) as n * n
+    pairs.
+    """
+    own, other = ([n for n in s if n != 1] for s in (true.shape, shape))
+    what = f"`y_true` of shape {shape}, as `y_pred` has"
+    expect(own == other, call, what, true, error=ValueError)
+    return true.reshape(shape)
+
+
 class _Compared(Mean):
     """The mean of what a comparison of labels and predictions gives."""
 
@@ -304,26 +305,15 @@ class _Compared(Mean):
         """Return a value for each row, or for each element."""
         raise NotImplementedError
 
-    def _of_shape(self, true: Any, shape: tuple[int, ...]) -> Any:
-        """Return the labels with the shape of what they are compared with.
-
-        Only axes of length 1 may differ. NumPy would compare shape (n,) and (n, 1) as
-        n * n pairs.
-        """
-        longer = [[n for n in s if n != 1] for s in (true.shape, shape)]
-        what = f"`y_true` of shape {shape}, as `y_pred` has"
-        expect(longer[0] == longer[1], self._call, what, true, error=ValueError)
-        return true.reshape(shape)
-
     def _difference(self, true: Any, pred: Any) -> Any:
-        return pred.astype(np.float64) - self._of_shape(true, pred.shape)
+        return pred.astype(np.float64) - _of_shape(true, pred.shape, self._call)
 
 
 class Accuracy(_Compared):
     """How often predictions equal labels, of the same shape."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return self._of_shape(true, pred.shape) == pred
+        return _of_shape(true, pred.shape, self._call) == pred
 
 
 class SparseCategoricalAccuracy(_Compared):
@@ -331,14 +321,14 @@ class SparseCategoricalAccuracy(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         found = pred.argmax(-1)
-        return self._of_shape(true, found.shape) == found
+        return _of_shape(true, found.shape, self._call) == found
 
 
 class CategoricalAccuracy(_Compared):
     """How often the largest of the scores is that of the label, a one-hot row."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return self._of_shape(true, pred.shape).argmax(-1) == pred.argmax(-1)
+        return _of_shape(true, pred.shape, self._call).argmax(-1) == pred.argmax(-1)
 
 
 class BinaryAccuracy(_Compared):
@@ -356,7 +346,7 @@ class BinaryAccuracy(_Compared):
         self.threshold = threshold
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return self._of_shape(true, pred.shape) == (pred > self.threshold)
+        return _of_shape(true, pred.shape, self._call) == (pred > self.threshold)
 
 
 class MeanSquaredError(_Compared):
@@ -397,7 +387,7 @@ class SparseTopKCategoricalAccuracy(_Compared):
         self.k = k
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        labels = self._of_shape(true, pred.shape[:-1])
+        labels = _of_shape(true, pred.shape[:-1], self._call)
         hit = labels[..., None] == np.arange(pred.shape[-1])
         what = f"labels that are ints from 0 to {pred.shape[-1] - 1}"
         expect(bool(hit.any(-1).all()), self._call, what, true, error=ValueError)
@@ -412,7 +402,9 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return super()._compare(self._of_shape(true, pred.shape).argmax(-1), pred)
+        return super()._compare(
+            _of_shape(true, pred.shape, self._call).argmax(-1), pred
+        )
 
 
 class BinaryCrossentropy(_Compared):
@@ -436,7 +428,7 @@ class BinaryCrossentropy(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         # Each of a vector is a row.
-        true, pred = self._of_shape(true, pred.shape), pred.astype(np.float64)
+        true, pred = _of_shape(true, pred.shape, self._call), pred.astype(np.float64)
         shape = pred.shape if pred.ndim > 1 else (pred.size, 1)
         return losses.binary_crossentropy(
             true.reshape(shape), pred.reshape(shape), *self._options
@@ -453,7 +445,7 @@ class CategoricalCrossentropy(BinaryCrossentropy):
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = self._of_shape(true, pred.shape)
+        true = _of_shape(true, pred.shape, self._call)
         pred = pred.astype(np.float64)
         return losses.categorical_crossentropy(true, pred, *self._options)
 
@@ -476,7 +468,7 @@ class SparseCategoricalCrossentropy(_Compared):
         self.from_logits = from_logits
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = self._of_shape(true, pred.shape[:-1])
+        true = _of_shape(true, pred.shape[:-1], self._call)
         return losses.sparse_categorical_crossentropy(
             true, pred.astype(np.float64), self.from_logits
         )
