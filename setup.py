@@ -65,7 +65,7 @@ class BuildWithPages(build_py):
         super().run()
         if getattr(self, "editable_mode", False):
             return  # the command finds them in the checkout
-        for page in glob.glob("docs/**/*.md", recursive=True):
+        for page in [*glob.glob("docs/**/*.md", recursive=True), "docs/port.sed"]:
             if not page.startswith("docs/_build/"):
                 copy = os.path.join(self.build_lib, "mpidist", "_" + page)
                 self.mkpath(os.path.dirname(copy))

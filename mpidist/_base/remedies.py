@@ -2,7 +2,7 @@
 
 A name that mpidist does not have raises AttributeError, and a keyword TypeError, as
 always in Python; the message ends with the line to write, from ``remedies.json``, which
-is read at the first such error. `mpidist docs porting` has the same names in tables.
+is read at the first such error. `mpidist docs porting` says what replaces whole parts.
 ``hasattr`` and ``dir`` are not affected, nor are names that begin and end with two
 underscores, by which pickle, copy and inspect ask objects for their protocols.
 

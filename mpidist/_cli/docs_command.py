@@ -16,6 +16,7 @@ Prints a page of the documentation, as Markdown; without a name, the names of
 all pages.
 
   mpidist docs porting | less
+  mpidist docs port.sed > port.sed
   mpidist docs guide/torch > torch.md
 """
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -54,8 +55,8 @@ def _pages() -> dict[str, Path]:
     """Return the pages by name: of the package, or of the checkout that it is in."""
     for folder in (_PACKAGE / "_docs", _PACKAGE.with_name("docs")):
         if (folder / "porting.md").exists():
-            paths = sorted(folder.rglob("*.md"))
-            pages = {str(x.relative_to(folder).with_suffix("")): x for x in paths}
+            paths = sorted([*folder.rglob("*.md"), folder / "port.sed"])
+            pages = {str(x.relative_to(folder)).removesuffix(".md"): x for x in paths}
             # Not those that Sphinx fills.
             return {
                 name: page

@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 RECORDED_SIZE = 3
 RECORDED = Path(__file__).resolve().parent / "recorded.jsonl"
 NO_RESULT = {"error": "no result", "bases": [], "uncaught": True}
-LONGEST = 120  # characters of a result in the report
+LONGEST = 40  # characters of a result in the report
 
 Verdict = Literal["equal", "on purpose", "FAILED"]
 Runs = dict[int, tuple[sides.Run, sides.Run]]
@@ -117,8 +117,8 @@ INTRODUCTION = """\
 # Conformance with TensorFlow
 
 Small programs run twice: under `tf.distribute.MirroredStrategy`, on logical CPU
-devices, and under `MPIStrategy`, on as many ranks. On each replica values, dtypes,
-shapes and classes of errors are compared. A difference on purpose is declared with its
+devices, and under `MPIStrategy`, on as many ranks. Values, dtypes, shapes and classes
+of errors are compared on each replica. A difference on purpose is declared with its
 reason and the result of each side, and both are checked. The programs are in
 `tests/conformance/programs/`, each with a line on what it does.
 
@@ -129,10 +129,9 @@ launch/conformance
 runs them and writes this page. `tests/project/test_conformance.py` compares them again:
 with TensorFlow on 2, 3 and 4 replicas; where there is none, with its recorded results.
 
-Results are equal if arrays have the same dtype, shape and elements (to rounding; a
-Python number equals a scalar of any dtype), and if errors have the same class, or
-mpidist's is a subclass. One replica's exception and the `ReplicaError` of the others
-count as one error.
+Arrays are equal if they have the same dtype, shape and elements (to rounding; a Python
+number equals a scalar of any dtype), errors if mpidist's class is TensorFlow's or a
+subclass. One replica's exception and the `ReplicaError` of the others are one error.
 """
 
 
@@ -168,8 +167,8 @@ def page_of(runs: Runs, day: datetime.date) -> str:
         f"Results of {day.isoformat()}, with TensorFlow {versions[0].version} and "
         f"mpidist {versions[1].version}:\n",
         _totals(runs),
-        "Each difference is shown by the results of one program on 2 replicas; a bar "
-        "separates the replicas.\n",
+        "Short results are shown: those of the first program on 2 replicas, with a bar "
+        "between the replicas.\n",
     ]
     for section in programs_by_section():
         parts += _section(section, runs)
@@ -226,24 +225,21 @@ def _section(section: str, runs: Runs) -> list[str]:
         if program.difference is not None:
             by_reason.setdefault(program.difference.reason, []).append(program)
     lines = [f"## {section}\n"]
-    for reason, alike in by_reason.items():
-        lines += _difference(reason, alike, runs)
+    lines += [_difference(reason, p, runs) for reason, p in by_reason.items()]
+    if by_reason:
+        lines.append("")
     if failed:
         names = ", ".join(f"`{program.name}`" for program in failed)
         lines.append(textwrap.fill(f"**fails**: {names}.", 88) + "\n")
     return lines if len(lines) > 1 else []
 
 
-def _difference(reason: str, programs: list[Program], runs: Runs) -> list[str]:
-    """Return the reason, the results of one program, and the names of the others."""
-    first, *others = programs
-    shown = [results.show(result_of(run, first)) for run in next(iter(runs.values()))]
-    texts = [f"`{_cut(text)}`" for text in shown]
-    also = f" (and {', '.join(f'`{p.name}`' for p in others)})" if others else ""
-    line = f"- `{first.name}`{also}: TensorFlow {texts[0]}; mpidist {texts[1]}."
-    return [f"{reason}\n", line, ""]
-
-
-def _cut(text: str) -> str:
-    text = " ".join(text.replace("`", "'").split())
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+def _difference(reason: str, programs: list[Program], runs: Runs) -> str:
+    """Return the names of programs, the reason, and the results of the first one."""
+    names = ", ".join(f"`{program.name}`" for program in programs)
+    pair = [result_of(run, programs[0]) for run in next(iter(runs.values()))]
+    shown = [" ".join(results.show(x).replace("`", "'").split()) for x in pair]
+    line = f"- {names}: {reason}"
+    if max(map(len, shown)) <= LONGEST:
+        line += f" TensorFlow: `{shown[0]}`; mpidist: `{shown[1]}`."
+    return line

@@ -1,4 +1,4 @@
-"""The sed script of docs/porting.md, on programs like those of TensorFlow's guides."""
+"""The script docs/port.sed, on programs like those of TensorFlow's guides."""
 
 import re
 import subprocess
@@ -118,18 +118,11 @@ print("sum", strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None).numpy(
 """
 
 
-def script():
-    """Return the block of sed in the page."""
-    text = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
-    return re.search(r"```sed\n(.*?)```", text, re.DOTALL)[1]
-
-
 def ported(program, folder):
-    (folder / "port.sed").write_text(script())
     path = folder / "program.py"
     checkpoints = repr(str(folder / "checkpoints"))
     path.write_text(program.replace("CHECKPOINTS", checkpoints))
-    subprocess.run(["sed", "-E", "-i", "-f", "port.sed", path], cwd=folder, check=True)
+    subprocess.run(["sed", "-E", "-i", "-f", ROOT / "docs/port.sed", path], check=True)
     text = path.read_text()
     assert not re.search(r"\btf\b", text), text
     return path

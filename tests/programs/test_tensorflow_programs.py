@@ -37,7 +37,6 @@ def ported(path, script):
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 @pytest.mark.usefixtures("root_level")
 def test_it_runs_and_is_right(path, strategy, folder):
-    page = (ROOT / "docs/porting.md").read_text(encoding="utf-8")
-    text = ported(path, re.search(r"```sed\n(.*?)```", page, re.DOTALL)[1])
+    text = ported(path, (ROOT / "docs/port.sed").read_text(encoding="utf-8"))
     assert not re.search(r"\btf\.|\btensorflow\b", text.split('"""\n', 1)[1])
     exec(compile(text, path, "exec"), {"__name__": "__main__", "FOLDER": str(folder)})

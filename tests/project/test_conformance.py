@@ -83,7 +83,7 @@ def test_the_page_is_about_these_programs():
         shown = []
         if f"## {section}\n" in page:
             part = page.split(f"## {section}\n")[1].split("\n## ")[0]
-            for line in re.findall(r"^- (`.*?): TensorFlow ", part, re.M):
+            for line in re.findall(r"^- ((?:`\w+`(?:, )?)+): ", part, re.M):
                 shown += re.findall(r"`(\w+)`", line)
         different = [p.name for p in programs if p.difference is not None]
         assert sorted(shown) == sorted(different), section
@@ -199,7 +199,7 @@ def test_explain_and_page_of_a_failure(monkeypatch):
     assert "Results of 2025-01-02, with TensorFlow 9.9 and mpidist 8.8:" in page
     assert "| [A section](#a-section) | 1 | 0 | 0 | 1 |" in page
     assert "**fails**: `name`." in page
-    assert "Why it is so.\n\n- `name`: TensorFlow `1`; mpidist `[1, 2]`." in page
+    assert "- `name`: Why it is so. TensorFlow: `1`; mpidist: `[1, 2]`." in page
     text = report.explain(program, 3, runs[3])
     assert "no result" in text
     assert "KeyError" in report.explain(program, 2, runs[2])

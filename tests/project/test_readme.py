@@ -132,8 +132,6 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
                 do(Command(line, None, {}, folder))
     elif language.startswith("{literalinclude} "):
         assert (block.page.parent / language.split()[1]).is_file()
-    elif language == "sed":  # tests/programs/test_search_and_replace.py applies it
-        subprocess.run(["sed", "-E", "-n", block.text], input=b"", check=True)
     elif in_readme or language not in ("text", "{eval-rst}", "{toctree}"):
         pytest.fail(f"{block}: no way is known to treat a {language!r} block")
 

@@ -1,0 +1,99 @@
+# From tf.distribute to mpidist: sed -E -i -f port.sed program.py
+/^ *@tf\.function\((.*[^)])?$/{
+:more
+N
+/\n *(def|async|@)\b[^\n]*$/!bmore
+s/.*\n//
+}
+s/^(import .*), *tensorflow as tf$/\1, contextlib, logging, os, shutil, mpidist/
+s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, logging, os, shutil\nimport numpy as np\nimport mpidist/
+/^from tensorflow import keras$/d
+s/^from tensorflow\.keras\.optimizers import ([^()]*\bSGD\b[^()]*)$/from mpidist.optimizers import \1; SGD = SGD.of_keras/
+s/^from tensorflow\.keras\.optimizers import/from mpidist.optimizers import/
+s/\btf\.compat\.v[12]\./tf./g
+s/\btf\.contrib\.distribute\./tf.distribute./g
+s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
+s/tf\.distribute\./mpidist./g
+s/\btf\.__version__/mpidist.__version__/g
+s/tf\.__internal__\.distribute\.(interim\.)?/mpidist./g
+s/tf\.types\.experimental\.distributed\./mpidist./g
+s/tf\.data\.experimental\.cardinality\(([^()]*)\)/\1.cardinality()/g
+s/tf\.data\.(experimental\.)?/mpidist.data./g
+s/tf\.train\.list_variables\(([^()]*)\)/[(name, x.shape) for name, x in mpidist.load_checkpoint(\1).items()]/g
+s/tf\.train\.ClusterSpec/mpidist.cluster.ClusterSpec/g
+s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
+s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
+s/tf\.train\./mpidist./g
+s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
+s/\((tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/:/
+s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?SGD\(/mpidist.optimizers.SGD.of_keras(/g
+s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?/mpidist.optimizers./g
+s/\boptimizers\.schedules\.(Cosine|Exponential|Polynomial)Decay\(/optimizers.\L\1\E_decay(/g
+s/\boptimizers\.schedules\.CosineDecayRestarts\(/optimizers.cosine_decay_restarts(/g
+s/\boptimizers\.schedules\.InverseTimeDecay\(/optimizers.inverse_time_decay(/g
+s/\boptimizers\.schedules\.PiecewiseConstantDecay\(/optimizers.piecewise_constant(/g
+s/(_decay\(.*), *name=[^,()]*\)/\1)/g
+s/tf\.nn\.(compute_average_loss|scale_regularization_loss)/mpidist.\1/g
+s/tf\.(Variable|VariableAggregation|VariableSynchronization|IndexedSlices|variable_creator_scope)\b/mpidist.\1/g
+s/tf\.TensorSpec/mpidist.data.ArraySpec/g
+s/\btf\.TensorShape\(/tuple(/g
+s/tf\.random\.set_seed\(([^()]*)\)/mpidist.seed_all(\1, per_rank=False)/g
+s/\btf\.(dtypes\.)?((float|int|uint|complex)[0-9]+)/np.\2/g
+s/\btf\.(cast|constant|convert_to_tensor|identity|stop_gradient)\b/np.array/g
+s/\btf\.Tensor\b/np.ndarray/g
+s/\btf\.clip_by_global_norm\b/mpidist.optimizers.clip_by_global_norm/g
+s/\b(tf\.)?keras\.(metrics|losses)\b/mpidist.\2/g
+s/\btf\.nest\./mpidist.nest./g
+s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.expect_partial\(\)/.restore(\1, partial=True)/g
+s/\.save\(file_prefix *= */.save(/g
+s/\.restore\(save_path *= */.restore(/g
+s/\btf\.(math\.)?reduce_(all|any|max|mean|min|prod|std|sum)\b/np.\2/g
+s/\bin tf\.range\(/in range(/g
+s/\btf\.(math\.)?(abs|add|ceil|cos|divide|equal|exp|floor|greater|greater_equal|less|less_equal)\b/np.\2/g
+s/\btf\.(math\.)?(log|logical_and|logical_not|logical_or|maximum|minimum|multiply|not_equal|round)\b/np.\2/g
+s/\btf\.(math\.)?(sign|sin|sqrt|square|subtract|tanh)\b/np.\2/g
+s/\btf\.(linalg\.)?(einsum|expand_dims|eye|linspace|matmul|meshgrid|ones|ones_like|reshape)\b/np.\2/g
+s/\bnp\.matmul\(([^(),]+), *([^(),]+), *transpose_a=True/np.matmul(\1.T, \2/g
+s/\bnp\.matmul\(([^(),]+), *([^(),]+), *transpose_b=True/np.matmul(\1, \2.T/g
+s/\btf\.transpose\(([^()]*), *perm *=/np.transpose(\1, axes=/g
+s/\btf\.(argsort|shape|size|sort|squeeze|stack|tensordot|tile|transpose|zeros|zeros_like)\b/np.\1/g
+s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
+s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g
+s/\btf\.one_hot\(([^(),]*), *(depth=)?([^(),]*)\)/(np.array(\1)[..., None] == np.arange(\3)).astype("f4")/g
+s/\btf\.cond\(([^(),]*(\([^()]*\))?), *([^(),]*), *([^(),]*)\)/(\3 if \1 else \4)()/g
+s/\btf\.(math\.)?pow\b/np.power/g
+s/\btf\.(math\.)?add_n\b/sum/g
+s/\btf\.(newaxis|pi)\b/np.\1/g
+s/\btf\.bool\b/bool/g
+s/\btf\.nn\.relu\(/np.maximum(0, /g
+s/\btf\.nn\.(sparse_)softmax_cross_entropy_with_logits\(labels=([^(),]*), *logits=([^(),]*)\)/mpidist.losses.\1categorical_crossentropy(\2, \3, from_logits=True)/g
+s/\btf\.nn\.softmax_cross_entropy_with_logits\(labels=([^(),]*), *logits=([^(),]*)\)/mpidist.losses.categorical_crossentropy(\1, \2, from_logits=True)/g
+s/\btf\.clip_by_value\b/np.clip/g
+s/\btf\.concat\b/np.concatenate/g
+/\bnorm\(.*\bord *=/!s/\btf\.(linalg\.)?norm\b/np.linalg.norm/g
+s/\btf\.fill\b/np.full/g
+s/\btf\.range\b/np.arange/g
+s/\btf\.(math\.)?arg(max|min)\(([^(),]*), *(axis=)?(-?[0-9]+)\)/np.arg\2(\3, axis=\5)/g
+s/\btf\.where\(([^(),]*),/np.where(\1,/g
+s/\btf\.(control_dependencies|device|init_scope|name_scope)\(/contextlib.nullcontext(/g
+s/\btf\.logging\.set_verbosity\(/logging.basicConfig(level=/g
+s/\btf\.(get_logger|logging\.get_logger)\(\)/logging.getLogger("tf")/g
+s/\btf\.logging\.(DEBUG|ERROR|FATAL|INFO|WARN|debug|error|fatal|info|warning)\b/logging.\1/g
+s/\btf\.logging\.warn\(/logging.warning(/g
+s/\btf\.group\(/(lambda *calls: None)(/g
+s/\btf\.no_op\(\)/None/g
+s/\btf\.print\(/print(/g
+s/\btf\.io\.gfile\.(exists|isdir)\(/os.path.\1(/g
+s/\btf\.io\.gfile\.(listdir|remove)\(/os.\1(/g
+s/\btf\.io\.gfile\.makedirs\((.*)\)$/os.makedirs(\1, exist_ok=True)/
+s/\btf\.io\.gfile\.rmtree\((.*)\)$/shutil.rmtree(\1, ignore_errors=True)/
+s/\btf\.io\.gfile\.GFile\(/open(/g
+/^ *(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/d
+s/\btf\.get_variable\(([^,]*), *(shape=)?(\[[^]]*\]), *initializer=tf\.zeros_initializer(\(\))?\)/mpidist.Variable(np.zeros(\3), name=\1)/
+s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|get_variable)\b/mpidist.\1/g
+s/\btf\.(global_variables_initializer|layers|placeholder|trainable_variables)\b/mpidist.\1/g
+s/\btf\.(GradientTape|Module|config|debugging|errors|function|io|keras|losses|metrics)\b/mpidist.\1/g
+s/\btf\.(nn|profiler|random|saved_model|summary|test|tpu|types)\b/mpidist.\1/g
+s/\.value\(\)/.read_value()/g
+s/\b(\w+(\.\w+|\[[^][]*\]|\(([^()]|\([^()]*\))*\))*)\.numpy\(\)/np.array(\1)[()]/g
+s/\.numpy\(\)//g
