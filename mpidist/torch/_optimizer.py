@@ -97,6 +97,7 @@ class DistributedOptimizer(_AnyOptimizer):
         self._op = check_op(op, call)
         self._passes_per_step = passes
         self._passes = 0
+        self._synchronized = False
         self._max_norm = norm
         self._names: dict[int, str] = {
             id(p): name for name, p in named_parameters or ()
@@ -105,8 +106,7 @@ class DistributedOptimizer(_AnyOptimizer):
         if strategy is None and context.has_strategy():
             self._strategy = get_strategy()
         self._overlap = Overlap(self._op, f"{call}.step")
-        if overlap is not False:
-            self._overlap.watch(self._named())
+        self._overlap.watch(self._named())
 
     def __getattr__(self, name: str) -> Any:
         # What the base class's constructor would have set, and the subclass's own.
@@ -122,12 +122,13 @@ class DistributedOptimizer(_AnyOptimizer):
         # What torch.amp.GradScaler.step reads first. It would skip the step on a rank
         # whose own gradients are not finite, and the next step of that rank would meet
         # this one of the others: gradients of different batches, added without a word.
+        if self._synchronized:
+            return False  # the scaler does it: it finds the same on all ranks
         raise TypeError(
             "GradScaler.step of a mpidist.torch.DistributedOptimizer: each rank would "
-            "skip a step by its own gradients; write "
-            "`mpidist.torch.all_reduce_gradients(model); scaler.step(optimizer); "
-            "scaler.update()` with the optimizer that it wraps: an inf on one rank is "
-            "then one on all"
+            "skip a step by its own gradients; write `optimizer.synchronize()` after "
+            "each backward pass, before `scaler.unscale_` and `scaler.step`: an inf on "
+            "one rank is then one on all"
         )
 
     @property
@@ -154,12 +155,28 @@ class DistributedOptimizer(_AnyOptimizer):
                     f"{self._passes_per_step}; accumulate inside the closure"
                 )
             return self._optimizer.step(self._reduced(closure, call))
-        self._passes += 1
-        if self._passes < self._passes_per_step:
-            return None
-        self._passes = 0
-        self._reduce(call)
+        if not self._synchronized:
+            self._passes += 1
+            if self._passes < self._passes_per_step:
+                return None
+            self._passes = 0
+            self._reduce(call)
+        self._synchronized = False
         return self._optimizer.step()
+
+    def synchronize(self) -> None:
+        """Reduce the gradients now; the next `step` takes them as they then are.
+
+        For what a program does with the gradients of all ranks before the step: to clip
+        them, to log their norm, to undo the scale of a `torch.amp.GradScaler`. It is
+        called after `backward` (Horovod's method of the same name). Collective, but
+        before the k-th backward pass it does nothing.
+        """
+        if self._synchronized or self._passes + 1 < self._passes_per_step:
+            return
+        self._reduce(f"{type(self).__name__}.synchronize")
+        self._passes = 0
+        self._synchronized = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless more passes are to be accumulated.
@@ -169,6 +186,7 @@ class DistributedOptimizer(_AnyOptimizer):
                 memory that all ranks of a node share, and not copied there again.
         """
         if self._passes == 0:
+            self._synchronized = False
             self._optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,6 +224,7 @@ class DistributedOptimizer(_AnyOptimizer):
     def _reduce(self, call: str) -> None:
         group = group_of_call(self._strategy, call)
         named = self._named()
+        self._overlap.warn_of_changes(group, named)
         if self._overlaps(group):
             self._overlap.reduce(group, named, self._passes_per_step)
         else:

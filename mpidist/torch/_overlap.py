@@ -69,11 +69,9 @@ class _Bucket:
 
     def is_stale(self) -> bool:
         """Return whether gradients are not those that it was begun with."""
-        return any(
-            now is not before or (now is not None and _version_of(now) != version)
-            for now, (before, version) in zip(
-                gradients_of(self.named), self.taken, strict=True
-            )
+        return not all(
+            _is_same(now, *before)
+            for now, before in zip(gradients_of(self.named), self.taken, strict=True)
         )
 
 
@@ -152,6 +150,7 @@ class Overlap:
         self._op, self._call = op, call
         self._plan: _Plan | None = None
         self._ready: dict[int, int] = {}  # since the last step: how often, in order
+        self._found: dict[int, tuple[torch.Tensor | None, int]] = {}  # then
         self._hooks: dict[int, Any] = {}
         self._redone = 0  # steps in which buckets were stale, one after the other
         self._holds = False
@@ -183,6 +182,7 @@ class Overlap:
         plan = self._plan
         if plan is None:
             self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
+            self._found[id(parameter)] = _with_version(parameter.grad)
             return
         if plan.failures != plan.group.guard.reports.failures:
             self._forget()  # the ranks have not begun the same buckets
@@ -193,16 +193,34 @@ class Overlap:
             bucket = plan.buckets[plan.next]
             can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
 
+    def warn_of_changes(self, group: ReplicaGroup, named: Named) -> None:
+        """Warn if the program has changed gradients before the first reduction."""
+        found, self._found = self._found, {}
+        if group.replica_id or group.num_replicas == 1:
+            return
+        if any(
+            p.grad is not None
+            and id(p) in found
+            and not _is_same(p.grad, *found[id(p)])
+            for _, p in named
+        ):
+            _warn(
+                "the program has changed gradients after the backward pass, before "
+                "they are reduced: a norm that is clipped there is that of a rank's "
+                "own. Write `optimizer.synchronize()` before the change, or `max_norm`",
+                self._call,
+            )
+
     def _forget(self) -> None:
         self._plan = None
-        self._ready = {}
+        self._ready, self._found = {}, {}
 
     def _begin(self, plan: _Plan, flags: list[float] | None = None) -> None:
         """Begin the next bucket. Collective."""
         bucket = plan.buckets[plan.next]
         plan.next += 1
         gradients = gradients_of(bucket.named)
-        bucket.taken = [(x, 0 if x is None else _version_of(x)) for x in gradients]
+        bucket.taken = [_with_version(x) for x in gradients]
         named, group, op = bucket.named, plan.group, self._op
         call = f"{self._call}, {bucket.text}"
         bucket.handle = begun.begin(
@@ -296,13 +314,10 @@ class Overlap:
             return
         self._holds = True
         if plan.group.replica_id == 0:
-            reporting.log(
-                _logger,
-                logging.WARNING,
-                "mpidist: %s: in two successive steps gradients have changed after "
-                "they were ready (by the program, or by backward passes of another "
-                "number), and were reduced twice. From now on they are reduced in "
-                "`step`: overlap=False. To clip them use `max_norm`",
+            _warn(
+                "in two successive steps gradients have changed after they were ready "
+                "(by the program, or by backward passes of another number), and were "
+                "reduced twice. From now on they are reduced in `step`: overlap=False",
                 self._call,
             )
 
@@ -310,3 +325,18 @@ class Overlap:
 def gradients_of(named: Named) -> list[torch.Tensor | None]:
     """Return the gradients of parameters; None for those that are frozen."""
     return [p.grad if p.requires_grad else None for _, p in named]
+
+
+def _with_version(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    return x, 0 if x is None else _version_of(x)
+
+
+def _is_same(
+    now: torch.Tensor | None, before: torch.Tensor | None, version: int
+) -> bool:
+    """Return whether a gradient is the one before, and was not written to."""
+    return now is before and (now is None or _version_of(now) == version)
+
+
+def _warn(text: str, call: str) -> None:
+    reporting.log(_logger, logging.WARNING, f"mpidist: %s: {text}", call)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from replicas import everywhere, raises_everywhere
+from replicas import everywhere, raises_everywhere, wait_for_reports
 
 import mpidist
 from mpidist._base import nest, remedies
@@ -213,6 +213,60 @@ def test_backward_passes_and_clipping(strategy, rank, torch, mt):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_clipping_after_synchronize(strategy, rank, torch, mt, caplog, passes, overlap):
+    """A loop of DistributedDataParallel, in which the program clips."""
+    x, y = make_rows(torch)
+    one, two = make_model(torch), make_model(torch)
+    reference = torch.optim.SGD(one.parameters(), lr=0.5)
+    wrapped = mt.DistributedOptimizer(
+        torch.optim.SGD(two.parameters(), lr=0.5),
+        backward_passes_per_step=passes,
+        strategy=strategy,
+        overlap=overlap,
+    )
+    own = mine(rank, x, y)
+    for _ in range(3):
+        reference.zero_grad()
+        loss_of(torch, one, x, y).backward()
+        norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        reference.step()
+        for part in range(passes):
+            wrapped.zero_grad()
+            rows = slice(part, None, passes)
+            loss_of(torch, two, *(a[rows] for a in own)).backward()
+            wrapped.synchronize()
+            wrapped.synchronize()  # is done already
+            if part + 1 == passes:
+                found = torch.nn.utils.clip_grad_norm_(two.parameters(), 0.1)
+                torch.testing.assert_close(found, norm)
+            wrapped.step()
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    assert_equal_on_all(two)
+    wait_for_reports()
+    assert "synchronize" not in caplog.text
+
+
+@pytest.mark.parametrize("overlap", [False, None, True])
+def test_clipping_of_what_is_not_reduced_is_told(
+    strategy, rank, torch, mt, caplog, overlap
+):
+    model = make_model(torch)
+    wrapped = mt.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), strategy=strategy, overlap=overlap
+    )
+    for _ in range(3):
+        wrapped.zero_grad()
+        loss_of(torch, model, *mine(rank, *make_rows(torch))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        wrapped.step()
+    wait_for_reports()
+    if rank == 0:
+        assert caplog.text.count("`optimizer.synchronize()` before the change") == 1
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_gradients_in_shared_memory_are_accumulated_there(
     strategy, rank, torch, mt, kept
@@ -400,7 +454,8 @@ def test_a_loss_of_no_rows_has_a_gradient(strategy, torch, mt):
         mpidist.compute_average_loss([losses[0], losses[1]])
 
 
-def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt):
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt, wraps):
     model = make_model(torch).float()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = mt.DistributedOptimizer(inner, strategy=strategy)
@@ -409,18 +464,25 @@ def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt):
 
     def backward(value):
         loss = loss_of(torch, model, x.float(), y) * value
-        inner.zero_grad()
+        used.zero_grad()
         scaler.scale(loss).backward()
 
+    used = optimizer
     backward(1.0)
     messages = raises_everywhere(TypeError, lambda: scaler.step(optimizer))
-    assert all("all_reduce_gradients(model)" in text for text in messages)
+    assert all("`optimizer.synchronize()` after each" in text for text in messages)
+    used = optimizer if wraps else inner
     before = bytes_of(model)
     for value in (1.0, float("inf") if rank == 1 else 1.0):
         scale = scaler.get_scale()
         backward(value)
-        mt.all_reduce_gradients(model, strategy=strategy)
-        scaler.step(inner)
+        if wraps:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        else:
+            mt.all_reduce_gradients(model, strategy=strategy)
+        scaler.step(used)
         scaler.update()
         assert_equal_on_all(model)
         if value == 1.0 and scaler.get_scale() == scale:
