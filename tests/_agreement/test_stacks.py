@@ -17,26 +17,34 @@ pytestmark = pytest.mark.core
 PROLOGUE = """
 import fcntl, logging, os, re, signal, sys, threading, time
 from pathlib import Path
+import numpy as np
 from mpi4py import MPI
 import mpidist
-told = Path(sys.argv[1])
-lock = open(f"{told}.lock", "w")
+started = []
+
+
+def begin(name):
+    "Begin a part: what is said of where a rank is goes into a file of this name."
+    global told, lock
+    started.clear()
+    told = Path(sys.argv[1], name)
+    lock = open(f"{told}.lock", "w")
+    if MPI.COMM_WORLD.rank == 0:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    MPI.COMM_WORLD.Barrier()  # by which rank 0 has it on all
 
 
 class Listener(logging.Handler):
     def emit(self, record):
         text = record.getMessage()
         if "where rank" in text and started:  # not while the machine is just slow
-            print(text, file=sys.stderr, flush=True)
-            told.touch()
+            with told.open("a") as file:
+                print(text, file=file)
             fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-started = []
 logging.getLogger("mpidist").addHandler(Listener())
-if MPI.COMM_WORLD.rank == 0:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-strategy = mpidist.MPIStrategy()  # by which rank 0 has it on all
+strategy = mpidist.MPIStrategy()
 rank = strategy.replica_id
 
 
@@ -58,33 +66,76 @@ def step():
 """
 
 
-def message_of(body, folder, n=2, **env):
-    text = PROLOGUE + textwrap.dedent(body)
-    env = {"MPIDIST_STALL_SECONDS": "0.5", **env}
-    done = run_ranks(n, ["-c", text, folder / "told"], timeout=100, env=env)
+def run(text, folder, n):
+    env = {"MPIDIST_STALL_SECONDS": "0.5"}
+    done = run_ranks(n, ["-c", text, folder], timeout=100, env=env)
     assert done.returncode == 0, done.stderr
-    (found,) = done.stderr.split("mpidist: where ")[1:]
-    return found.split("\nmpidist: ")[0]
+    return done
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_frames_of_the_program(tmp_path, n):
+def messages_of(body, folder, n=2):
+    """Return what was said in each part of the program, once in each."""
+    run(PROLOGUE + textwrap.dedent(body), folder, n)
+    found = {}
+    for path in folder.glob("*.lock"):
+        text = path.with_suffix("").read_text()
+        (found[path.stem],) = text.split("mpidist: where ")[1:]
+    return found
+
+
+def test_where_a_rank_is(tmp_path):
     body = """
+    begin("waits")
     def load_a_file():
         wait_until_told()
     strategy.run(step)
+
+    begin("has a thread")
+    if rank == 1:
+        threading.Thread(target=wait_until_told, daemon=True).start()
+    strategy.run(step)
+
+    begin("matches")  # for some seconds, with the GIL
+    def load_a_file():
+        while not told.exists():
+            re.match("(a+)+$", "a" * 24 + "b")
+    strategy.run(step)
+
+    begin("is stopped")
+    def load_a_file():
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pids = strategy.gather(strategy.run(lambda: np.array([os.getpid()])), axis=0)
+    if rank == 0:
+        def resume(pid):
+            while not told.exists():
+                time.sleep(0.05)
+            os.kill(pid, signal.SIGCONT)
+        threading.Thread(target=resume, args=(int(pids[1]),)).start()
+    strategy.run(step)
     """
-    first, *frames = message_of(body, tmp_path, n).splitlines()
+    found = messages_of(body, tmp_path)
+    assert len(found) == 4
+    # The frames of the program.
+    first, *frames = found["waits"].splitlines()
     assert first.startswith("rank 1 is (process ")
     assert first.endswith("):")
     names = [line.rpartition(" in ")[2] for line in frames if "<string>" in line]
     assert names == ["wait_until_told", "load_a_file", "step", "<module>"]
     assert not [line for line in frames if f'"{ROOT}/mpidist/' in line]
+    # The main thread of several.
+    assert found["has a thread"].count("in wait_until_told") == 1
+    assert "in load_a_file" in found["has a thread"]
+    assert "threading.py" not in found["has a thread"]
+    # Code that does not come back to Python.
+    assert "in load_a_file" in found["matches"]
+    stopped = "its process is stopped (by SIGSTOP, or by a terminal)"
+    assert found["is stopped"].strip().endswith(stopped)
 
 
 def test_ranks_that_are_at_the_same_line_share_a_stack(tmp_path):
     """And the text has less than twenty lines, also with deep stacks."""
     body = """
+    begin("deep")
     def deep(n):
         wait_until_told() if n == 0 else deep(n - 1)
     def step():
@@ -94,7 +145,7 @@ def test_ranks_that_are_at_the_same_line_share_a_stack(tmp_path):
         return mpidist.get_replica_context().all_reduce("SUM", 1.0)
     strategy.run(step)
     """
-    lines = message_of(body, tmp_path, 6).splitlines()
+    lines = messages_of(body, tmp_path, 6)["deep"].splitlines()
     assert re.match(r"ranks 1-4 are \(processes \d+, \d+, \d+, \d+ on ", lines[0])
     assert lines[1].endswith(" in wait_until_told")
     assert re.match(r"  \.\.\. and \d+ more", lines[-2])
@@ -102,58 +153,9 @@ def test_ranks_that_are_at_the_same_line_share_a_stack(tmp_path):
     assert len(lines) < 20
 
 
-def test_the_main_thread_of_several(tmp_path):
-    body = """
-    def load_a_file():
-        wait_until_told()
-    if rank == 1:
-        threading.Thread(target=wait_until_told, daemon=True).start()
-    strategy.run(step)
-    """
-    message = message_of(body, tmp_path)
-    assert message.count("in wait_until_told") == 1
-    assert "in load_a_file" in message
-    assert "threading.py" not in message
-
-
-def test_code_that_does_not_come_back_to_python(tmp_path):
-    # The match takes some seconds, and holds the GIL all the while.
-    body = """
-    def load_a_file():
-        while not told.exists():
-            re.match("(a+)+$", "a" * 24 + "b")
-    strategy.run(step)
-    """
-    assert "in load_a_file" in message_of(body, tmp_path)
-
-
-def test_a_process_that_is_stopped(tmp_path):
-    body = """
-    def load_a_file():
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if rank == 0:
-        def resume(pid):
-            while not told.exists():
-                time.sleep(0.05)
-            os.kill(pid, signal.SIGCONT)
-        pid = int(strategy.gather(os_pids, axis=0)[1])
-        threading.Thread(target=resume, args=(pid,)).start()
-    else:
-        strategy.gather(os_pids, axis=0)
-    strategy.run(step)
-    """
-    pids = """
-    import numpy as np
-    os_pids = strategy.run(lambda: np.array([os.getpid()]))
-    """
-    message = message_of(textwrap.dedent(pids) + textwrap.dedent(body), tmp_path)
-    assert message.strip().endswith(
-        "its process is stopped (by SIGSTOP, or by a terminal)"
-    )
-
-
 def test_a_program_that_uses_the_signal_keeps_it(tmp_path):
     body = """
+    begin("part")
     def load_a_file():
         wait_until_told()
     strategy.run(step)
@@ -164,12 +166,9 @@ def test_a_program_that_uses_the_signal_keeps_it(tmp_path):
     caught = []
     signal.signal(signal.SIGRTMIN + 13, lambda *args: caught.append(args))
     """
-    text = textwrap.dedent(handler) + PROLOGUE + textwrap.dedent(body)
-    env = {"MPIDIST_STALL_SECONDS": "0.5"}
-    done = run_ranks(2, ["-c", text, tmp_path / "told"], timeout=100, env=env)
-    assert done.returncode == 0, done.stderr
+    done = run(textwrap.dedent(handler) + PROLOGUE + textwrap.dedent(body), tmp_path, 2)
     assert done.stdout.split() == ["[]", "[]"]
-    assert "it does not answer" in done.stderr
+    assert "it does not answer" in (tmp_path / "part").read_text()
 
 
 def test_a_process_without_a_handler_gets_no_signal():

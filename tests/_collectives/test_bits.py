@@ -16,8 +16,7 @@ def test_sums_of_all_ranks_and_of_those_with_peers_are_compared():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_get_other_bits_are_given_copies(ranks):
+def test_ranks_that_get_other_bits_are_given_copies():
     """One rank says that its sums are others: all reduce to rank 0, and broadcast."""
     code = """
 import numpy as np
@@ -38,8 +37,6 @@ total = strategy.experimental_local_results(strategy.run(step))[0]
 assert (total == size * (size + 1) // 2).all()
 assert strategy.communication_statistics().mpi_calls["Ireduce"] == 1
 """
-    done = run_ranks(
-        ranks, ["-c", code], timeout=100, env={"MPIDIST_SIMULATED_NODES": str(ranks)}
-    )
+    done = run_ranks(3, ["-c", code], timeout=100, env={"MPIDIST_SIMULATED_NODES": "3"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("gives ranks different bits") == 1

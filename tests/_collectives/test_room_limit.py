@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launching import run_ranks
-from replicas import long_only
+from replicas import long_only, rarely
 
 pytest.importorskip("mpi4py")
 
@@ -37,7 +37,7 @@ assert (total == size * (size + 1) / 2).all()
 """
 
 
-@pytest.mark.parametrize("size", [2, 9, pytest.param(17, marks=long_only)])
+@pytest.mark.parametrize("size", [3, rarely(9), pytest.param(17, marks=long_only)])
 def test_sizes_on_both_sides_of_the_room(tmp_path: Path, size: int) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

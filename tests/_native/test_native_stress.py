@@ -132,7 +132,9 @@ def needed(compiler: str, flags: tuple[str, ...]) -> Tools:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(
-    "flags", [PLAIN, THREADS, ADDRESSES], ids=["plain", "thread", "address"]
+    "flags",
+    [pytest.param(PLAIN, marks=slow), THREADS, ADDRESSES],
+    ids=["plain", "thread", "address"],
 )
 def test_nothing_is_found(compiler: str, flags: tuple[str, ...]) -> None:
     made_with = needed(compiler, flags)

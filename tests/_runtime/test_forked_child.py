@@ -1,7 +1,5 @@
 """A child that a rank has forked: what it may do, and what nobody else notices."""
 
-import textwrap
-
 import pytest
 from launching import FORKS, run_ranks
 
@@ -50,13 +48,7 @@ print("done", flush=True)
 """
 
 
-def run_job(body, **env):
-    text = PROLOGUE + textwrap.dedent(body) + EPILOGUE
-    result = run_ranks(3, ["-c", text], timeout=100, env=FORKS | env)
-    outcome = (result.returncode, result.stdout.split())
-    assert outcome == (0, ["done"] * 3), f"{result.stdout}\n{result.stderr}"
-    return result.stderr
-
+# --- what children do: each a part of a job, after the other ones ---------------------
 
 CALLS = """
 def reads():
@@ -105,66 +97,50 @@ if rank != 2:
 """
 
 
-@pytest.mark.parametrize("implementation", ["auto", "direct"])
-def test_calls_of_a_child_are_errors_and_what_it_writes_is_its_own(implementation):
-    run_job(CALLS, MPIDIST_IMPLEMENTATION=implementation)
-
-
-@pytest.mark.parametrize("abort", ["1", "0"])
-def test_how_a_child_ends_is_its_own(abort):
-    body = """
-    me = os.getpid()
-    if rank == 1:
-        def raises():
-            raise LookupError("of the child")
-        def raises_exit():
-            raise SystemExit(7)
-        for function, code in [
-            (lambda: sys.exit(5), 5), (lambda: sys.exit(), 0), (lambda: os._exit(6), 6),
-            (lambda: sys.exit("a reason"), 1), (raises, 1), (raises_exit, 1),
-        ]:
-            found = status_of(function)
-            assert found == code, (found, code)
-        assert os.getpid() == me
-    # They end while their parent makes calls.
-    pids = []
-    for number in range(3):
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(write_end)
-            os.read(read_end, 1)  # until the parent has closed its end
-            sys.exit(number)
-        all_reduce(1.0)
-        os.close(write_end)
-        os.close(read_end)
-        all_reduce(1.0)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0, 1, 2], codes
-    """
-    err = run_job(body, MPIDIST_ABORT=abort)
-    assert err.count("LookupError: of the child") == 1
-    assert err.count("a reason") == 1
-    assert "ending the job" not in err
-
-
-def test_a_child_that_reaches_the_end_of_the_program():
-    body = """
-    pid = os.fork() if rank == 0 else -1
-    if pid > 0:
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+ENDS = """
+me = os.getpid()
+if rank == 1:
+    def raises():
+        raise LookupError("of the child")
+    def raises_exit():
+        raise SystemExit(7)
+    for function, code in [
+        (lambda: sys.exit(5), 5), (lambda: sys.exit(), 0), (lambda: os._exit(6), 6),
+        (lambda: sys.exit("a reason"), 1), (raises, 1), (raises_exit, 1),
+    ]:
+        found = status_of(function)
+        assert found == code, (found, code)
+    assert os.getpid() == me
+# They end while their parent makes calls.
+pids = []
+for number in range(3):
+    read_end, write_end = os.pipe()
+    pid = os.fork()
     if pid == 0:
-        import atexit
-        atexit.register(print, "its own handlers run", file=sys.stderr)
-        sys.exit(4)
-    """
-    assert run_job(body) == "its own handlers run\n"
+        os.close(write_end)
+        os.read(read_end, 1)  # until the parent has closed its end
+        sys.exit(number)
+    all_reduce(1.0)
+    os.close(write_end)
+    os.close(read_end)
+    all_reduce(1.0)
+    pids.append(pid)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+assert codes == [0, 1, 2], codes
+"""
 
+REACHES_THE_END = """
+pid = os.fork() if rank == 0 else -1
+if pid > 0:
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+if pid == 0:
+    import atexit
+    atexit.register(print, "its own handlers run", file=sys.stderr)
+    sys.exit(4)
+"""
 
-@pytest.mark.parametrize("where", ["run", "merge_fn", "update"])
-def test_a_child_of_a_replica_function(where):
-    body = f"""
+OF_A_REPLICA_FUNCTION = """
+for where in ("run", "merge_fn", "update"):
     def forks():
         pid = os.fork()
         if pid == 0:
@@ -185,10 +161,10 @@ def test_a_child_of_a_replica_function(where):
     def update_fn(v):
         forks() if rank == 1 else None
         v.assign_add(np.zeros(3))
-    if {where!r} == "run":
+    if where == "run":
         calls = lambda: context().all_reduce("SUM", 1.0)
         program = lambda: strategy.run(replica_fn)
-    elif {where!r} == "merge_fn":
+    elif where == "merge_fn":
         calls = lambda: mpidist.get_strategy().extended.update(v, lambda v: None)
         program = lambda: strategy.run(lambda: context().merge_call(merge_fn, (1.0,)))
     else:
@@ -201,40 +177,55 @@ def test_a_child_of_a_replica_function(where):
         sys.exit(3)  # of the child, which has gone on as far as here
     for pid in children:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-    """
-    run_job(body)
+"""
+
+WORKERS = """
+def double(x):
+    return 2 * x
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    numbers = Dataset.from_tensor_slices(np.arange(12))
+    doubles = numbers.map(lambda x: np.int64(pool.apply(double, (int(x),))))
+    ahead = doubles.batch(6).prefetch(1)
+    got = []
+    for batch in strategy.experimental_distribute_dataset(ahead):
+        (part,) = strategy.experimental_local_results(batch)
+        got += part.tolist()
+        all_reduce(1.0)
+rows = [list(range(12))[b + 2 * rank : b + 2 * rank + 2] for b in (0, 6)]
+assert got == [2 * x for row in rows for x in row], got
+"""
+
+# While a thread of the parent reads ahead: the last part.
+READ_AHEAD = """
+rows = iter(Dataset.from_tensor_slices(np.arange(100)).prefetch(2))
+assert next(rows) == 0
+def goes_on():
+    return [int(next(rows)) for _ in range(50)]
+text = in_child(goes_on)
+assert "RuntimeError: this process was forked while a thread of its parent" in text
+def begins():
+    return [int(x) for x in Dataset.from_tensor_slices(np.arange(5)).prefetch(2)]
+assert in_child(begins) == [0, 1, 2, 3, 4]
+assert next(rows) == 1
+"""
+
+PARTS = (CALLS, ENDS, REACHES_THE_END, OF_A_REPLICA_FUNCTION, WORKERS, READ_AHEAD)
 
 
-def test_workers_that_read_data():
-    body = """
-    def double(x):
-        return 2 * x
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        numbers = Dataset.from_tensor_slices(np.arange(12))
-        doubles = numbers.map(lambda x: np.int64(pool.apply(double, (int(x),))))
-        ahead = doubles.batch(6).prefetch(1)
-        got = []
-        for batch in strategy.experimental_distribute_dataset(ahead):
-            (part,) = strategy.experimental_local_results(batch)
-            got += part.tolist()
-            all_reduce(1.0)
-    rows = [list(range(12))[b + 2 * rank : b + 2 * rank + 2] for b in (0, 6)]
-    assert got == [2 * x for row in rows for x in row], got
-    """
-    run_job(body)
-
-
-def test_an_iterator_that_is_read_ahead_by_a_thread_of_the_parent():
-    body = """
-    rows = iter(Dataset.from_tensor_slices(np.arange(100)).prefetch(2))
-    assert next(rows) == 0
-    def goes_on():
-        return [int(next(rows)) for _ in range(50)]
-    text = in_child(goes_on)
-    assert "RuntimeError: this process was forked while a thread of its parent" in text
-    def begins():
-        return [int(x) for x in Dataset.from_tensor_slices(np.arange(5)).prefetch(2)]
-    assert in_child(begins) == [0, 1, 2, 3, 4]
-    assert next(rows) == 1
-    """
-    run_job(body)
+@pytest.mark.parametrize(
+    ("parts", "env"),
+    [
+        (PARTS, {}),
+        ((CALLS, ENDS), {"MPIDIST_IMPLEMENTATION": "direct", "MPIDIST_ABORT": "0"}),
+    ],
+    ids=["all", "direct, without abort"],
+)
+def test_what_children_do_is_their_own(parts, env):
+    text = "".join((PROLOGUE, *parts, EPILOGUE))
+    result = run_ranks(3, ["-c", text], timeout=100, env=FORKS | env)
+    err = result.stderr
+    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), err
+    assert err.count("LookupError: of the child") == 1
+    assert err.count("a reason") == 1
+    assert err.count("its own handlers run") == (REACHES_THE_END in parts)
+    assert "ending the job" not in err

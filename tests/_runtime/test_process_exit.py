@@ -1,11 +1,10 @@
 """How a job ends: exceptions outside `run`, sys.exit, and leaving early."""
 
-import re
 import textwrap
 import time
 
 import pytest
-from launching import run_python, run_ranks
+from launching import run_ranks
 from replicas import rarely
 
 pytestmark = pytest.mark.core
@@ -30,7 +29,7 @@ def program(body):
     return PROLOGUE + textwrap.dedent(body)
 
 
-def end_of(body, n=3, timeout=100, prologue=True, **env):
+def end_of(body, n=2, timeout=100, prologue=True, **env):
     """Run a program; return its exit code, stdout, stderr and seconds after start."""
     text = program(body) if prologue else textwrap.dedent(body)
     result = run_ranks(n, ["-c", text], timeout=timeout, env=env)
@@ -148,8 +147,8 @@ def test_a_rank_may_end_later_than_the_others():
     assert err == ""
 
 
-@pytest.mark.parametrize(("how", "others"), [rarely("sleeps", 1), ("is stopped", 2)])
-def test_a_rank_that_does_not_come_to_its_end(how, others):
+@pytest.mark.parametrize("how", [rarely("sleeps"), "is stopped"])
+def test_a_rank_that_does_not_come_to_its_end(how):
     """The end of the program is a wait as any other: a line, a deadline, an error."""
     late = "time.sleep(600)"
     if how == "is stopped":
@@ -158,25 +157,22 @@ def test_a_rank_that_does_not_come_to_its_end(how, others):
     if rank == 1:
         {late}
     """
-    settings = {"DEADLINE": "5", "MPIDIST_STALL_SECONDS": "0.5"}
-    code, _, err = end_of(body, others + 1, **settings)
+    settings = {"DEADLINE": "2", "MPIDIST_STALL_SECONDS": "0.5"}
+    code, _, err = end_of(body, **settings)
     assert code != 0
-    # On a busy machine rank 2 may come to its end after the report.
-    awaited = re.compile(r"\branks? 1(-2)? did not come to call")
-    line, error = filter(awaited.search, err.splitlines())
+    line, error = (x for x in err.splitlines() if "rank 1 did not come to call" in x)
     assert line.startswith("mpidist: rank")
     assert "waited in the end of the program" in line
     assert "all_reduce" in line or "the end of run" in line  # its last call
     assert "where rank 1 is" in err
     assert error.startswith("mpidist.CollectiveTimeoutError: [rank ")
-    assert "rank 1 did not come to call" in error
-    assert "within 5 s" in error
+    assert "within 2 s" in error
     assert count_tracebacks(err) == 0
 
 
 def test_the_deadline_at_the_end_if_it_ends_the_job_anyway():
     body = "time.sleep(600 * (rank == 1))"
-    settings = {"DEADLINE": "3", "MPIDIST_TIMEOUT_ABORT": "1"}
+    settings = {"DEADLINE": "1", "MPIDIST_TIMEOUT_ABORT": "1"}
     code, _, err = end_of(body, **settings)
     assert code != 0
     assert err.count("CollectiveTimeoutError: [rank") == 1
@@ -206,7 +202,7 @@ def test_abort_can_be_left_to_the_user():
         MPI.COMM_WORLD.Barrier()  # mpirun ends the others when one leaves like this
         os._exit(0)
     """
-    _, out, err = end_of(body, 2, MPIDIST_ABORT="0")
+    _, out, err = end_of(body, MPIDIST_ABORT="0")
     assert out.split() == ["True", "True"]
     assert "mpidist" not in err
 
@@ -221,7 +217,7 @@ def test_a_time_out_can_end_a_program_that_would_catch_it():
         except mpidist.CollectiveTimeoutError:
             print("caught", flush=True)
     """
-    settings = {"DEADLINE": "4", "MPIDIST_TIMEOUT_ABORT": "1"}
+    settings = {"DEADLINE": "1", "MPIDIST_TIMEOUT_ABORT": "1"}
     code, out, err = end_of(body, **settings)
     assert code != 0
     assert out == ""
@@ -241,19 +237,9 @@ def test_a_time_out_that_is_caught_lets_the_program_end():
     if rank != 1:
         MPI.COMM_WORLD.Barrier()
     """
-    code, out, err = end_of(body, DEADLINE="4")
+    code, out, err = end_of(body, DEADLINE="1")
     assert code == 0, err
-    assert out.split() == ["caught"] * 3
-
-
-def test_import_starts_no_mpi_and_loads_no_cupy():
-    code = (
-        "import sys, mpidist, mpidist.experimental\n"
-        "mpidist.get_strategy().run(lambda: mpidist.get_replica_context()"
-        ".all_reduce('SUM', 1.0))\n"
-        "print([m for m in ('mpi4py', 'mpi4py.MPI', 'cupy') if m in sys.modules])"
-    )
-    assert run_python("-c", code).strip() == "[]"
+    assert out.split() == ["caught"] * 2
 
 
 # --- threads --------------------------------------------------------------------------
@@ -280,27 +266,25 @@ def test_a_thread_that_uses_the_strategy_ends_the_job_when_it_raises():
     assert count_tracebacks(err) == 1
 
 
-@pytest.mark.parametrize("how", ["an exception", "sys.exit"])
-def test_a_thread_that_does_not_ends_alone(how):
-    body = f"""
+def test_threads_that_do_not_use_it_end_alone():
+    body = """
     import threading
-    def draw():
+    def draw(leaves):
         mpidist.Variable(1.0).assign(2.0)  # of this process only
-        if {how == "sys.exit"}:
+        if leaves:
             sys.exit(5)
         raise LookupError("no progress bar")
-    for _ in range(2):
-        thread = threading.Thread(target=draw)
+    for leaves in (False, False, True, True):
+        thread = threading.Thread(target=draw, args=(leaves,))
         thread.start()
         thread.join()
     strategy.run(step)
     print("done", flush=True)
     """
-    code, out, err = end_of(body, 2)
+    code, out, err = end_of(body)
     assert (code, out.split()) == (0, ["done"] * 2)
     assert "ending the job" not in err
-    expected = 0 if how == "sys.exit" else 4
-    assert err.count("LookupError: no progress bar") == expected
+    assert err.count("LookupError: no progress bar") == 4
 
 
 def test_the_exit_code_of_a_thread_is_not_that_of_the_program():
@@ -332,7 +316,7 @@ def test_a_hook_of_the_users_own_shows_the_exception():
         raise LookupError("no such key")
     time.sleep(600)
     """
-    code, _, err = end_of(body, 2, prologue=False)
+    code, _, err = end_of(body, prologue=False)
     assert code != 0
     assert err.count("mine: no such key") == 1
     assert "mpidist: rank 1 raised an exception, ending the job" in err
@@ -375,7 +359,7 @@ def test_import_and_a_strategy_leave_the_process_as_it_was():
     mpidist.MPIStrategy().close()
     print("again", changed(), flush=True)
     """
-    code, out, err = end_of(STATE + textwrap.dedent(body), 2, prologue=False)
+    code, out, err = end_of(STATE + textwrap.dedent(body), prologue=False)
     assert (code, err) == (0, "")
     made = {"made", "one left"}
     times = ["imported", "made", "one left", "closed", "again"]
@@ -390,7 +374,7 @@ def test_without_abort_no_hook_is_installed():
     print(changed(), flush=True)
     """
     text = STATE + textwrap.dedent(body)
-    code, out, _ = end_of(text, 2, prologue=False, MPIDIST_ABORT="0")
+    code, out, _ = end_of(text, prologue=False, MPIDIST_ABORT="0")
     assert (code, out.split()) == (0, ["[]"] * 2)
 
 
@@ -413,7 +397,7 @@ def test_a_hook_that_was_put_over_ours_stays_and_ours_does_nothing():
     print(sys.excepthook is over, flush=True)
     """
     text = STATE + textwrap.dedent(body)
-    code, out, err = end_of(text, 2, prologue=False)
+    code, out, err = end_of(text, prologue=False)
     assert code == 0, err
     assert sorted(out.split()) == sorted(["True", "True", "True"] * 2 + ["over"])
     assert err.count("LookupError: shown") == 1

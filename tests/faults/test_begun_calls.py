@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from faults.test_jobs import run_job
+from launching import FORKS
 from replicas import context, everywhere, outcomes, set_deadline
 
 import mpidist
@@ -145,16 +146,6 @@ def test_a_call_that_failed_when_nobody_asks(by):
     assert "NO SUCH" in result.stderr
 
 
-def test_calls_that_nobody_asks():
-    result = run_job("""
-    strategy = mpidist.MPIStrategy()
-    with mpidist.ReplicaContext(strategy, None) as ctx:
-        handles = [ctx.all_reduce_async("SUM", np.ones(100_000)) for _ in range(3)]
-    """)
-    assert result.returncode == 0, result
-    assert not result.stderr
-
-
 def test_a_call_that_failed_at_the_end_of_replicas_as_threads():
     def replica():
         strategy = mpidist.MPIStrategy()
@@ -165,9 +156,10 @@ def test_a_call_that_failed_at_the_end_of_replicas_as_threads():
         mpidist.testing.run(3, replica)
 
 
-def test_a_forked_child():
-    """It has no such thread, and does not wait for one."""
-    result = run_job("""
+def test_a_forked_child_and_calls_that_nobody_asks():
+    """The child has no such thread, and does not wait for one; nor does the end."""
+    result = run_job(
+        """
     strategy = mpidist.MPIStrategy()
     with mpidist.ReplicaContext(strategy, None) as ctx:
         done = ctx.all_reduce_async("SUM", 1.0)
@@ -187,6 +179,10 @@ def test_a_forked_child():
                 os._exit(6)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
         assert handle.result() == 3
+        handles = [ctx.all_reduce_async("SUM", np.ones(100_000)) for _ in range(3)]
     print("done", flush=True)
-    """)
+    """,
+        **FORKS,
+    )
     assert result.stdout.split() == ["done"] * 3, result
+    assert (result.returncode, result.stderr) == (0, "")

@@ -276,6 +276,7 @@ def test_settings_of_one_rank_that_can_not_be_read():
     numbers = ["TIMEOUT", "STALL_SECONDS", "FUSION_MB", "STAGING_MB", "SIMULATED_NODES"]
     words = ["ABORT", "ALONE", "GUARD", "CUDA_AWARE", "ERROR_FEEDBACK", "TRACE"]
     words += ["IMPLEMENTATION", "ALLREDUCE", "COMPRESSION"]
+    # The first one before MPI runs.
     pairs = [(name, text) for name in numbers for text in texts]
     pairs += [(name, text) for name in words for text in ("maybe", "-1", 5000 * "1")]
     for name, text in pairs:
@@ -293,19 +294,6 @@ def test_settings_of_one_rank_that_can_not_be_read():
     print("done", flush=True)
     """)
     assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
-
-
-def test_settings_that_can_not_be_read_before_mpi_runs():
-    result = run_job("""
-    if RANK == 1:
-        os.environ["MPIDIST_TIMEOUT"] = "soon"
-    try:
-        mpidist.MPIStrategy()
-    except ValueError as error:
-        assert "rank 1 cannot take part" in str(error)
-        print("told", flush=True)
-    """)
-    assert (result.returncode, result.stdout.split()) == (0, ["told"] * 3), result
 
 
 def test_shared_memory_that_others_have_filled(tmp_path):
@@ -371,38 +359,29 @@ def modes():
 """
 
 
-def test_no_sockets_and_shared_memory_for_its_user_alone():
-    result = run_job(
-        WATCH
-        + textwrap.dedent("""
+def test_security(tmp_path):
+    """No sockets; shared memory for its user alone; and checkpoints.
+
+    Those are for their user alone until they are whole, and are never unpickled.
+    """
+    body = """
     os.umask(0)
     import mpi4py.MPI  # what MPI itself opens
     watching = True
     strategy = mpidist.MPIStrategy()
     with strategy.scope():
-        v = mpidist.Variable(np.zeros(3))
+        v = mpidist.Variable(np.zeros(50_000))
     assert (all_reduce(strategy, np.ones(100_000)) == 3).all()
     def merge_fn(strategy):
-        strategy.extended.update(v, lambda v: v.assign(np.ones(3)))
+        strategy.extended.update(v, lambda v: v.assign(np.arange(50_000.0)))
     strategy.run(lambda: context().merge_call(merge_fn))
     assert not [event for event, _ in seen if event.startswith("socket.")], seen
     found = modes()
     assert found == {("0o600", os.getuid(), 0)}, found  # and without a name
-    strategy.close()
-    print("done", flush=True)
-    """)
-    )
-    assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
 
-
-def test_checkpoints_are_for_their_user_alone_until_whole_and_never_unpickled(tmp_path):
-    result = run_job(
-        WATCH
-        + textwrap.dedent("""
     os.umask(0o022)
-    strategy = mpidist.MPIStrategy()
-    with strategy.scope():
-        v = mpidist.Variable(np.arange(50_000.0))
+    watching = False
+    seen.clear()
     checkpoint = mpidist.Checkpoint(v=v, rng=np.random.default_rng(1))
     path = os.environ["FOLDER"] + "/saved"
     for format in ("npz", "safetensors"):
@@ -410,16 +389,15 @@ def test_checkpoints_are_for_their_user_alone_until_whole_and_never_unpickled(tm
         if RANK == 0:
             assert modes_while_written == {"0o700"}, modes_while_written
             assert os.stat(path).st_mode & 0o777 == 0o755
-        watching = True
-        if RANK == 0:
+            watching = True
             assert (mpidist.load_checkpoint(path)["v"] == np.arange(50_000.0)).all()
-        watching = False
+            watching = False
         checkpoint.restore(path)
     assert seen == [], seen
+    strategy.close()
     print("done", flush=True)
-    """),
-        FOLDER=str(tmp_path),
-    )
+    """
+    result = run_job(WATCH + textwrap.dedent(body), FOLDER=str(tmp_path))
     assert (result.returncode, result.stdout.split()) == (0, ["done"] * 3), result
 
 
