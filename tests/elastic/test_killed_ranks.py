@@ -129,7 +129,6 @@ def test_a_job_whose_ranks_were_all_killed_has_failed():
 @pytest.mark.parametrize(
     ("how", "code", "text"),
     [
-        ("too few", 1, "2 replicas are left, fewer than min_replicas=3"),
         ("again", 1, "`train` fails as if a replica had died, but none has"),
         ("exit", 3, ""),
         ("raise", 1, ""),

@@ -6,7 +6,6 @@ shrink the communicator, make another strategy on it, and go on with the next ph
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import signal
@@ -15,8 +14,7 @@ import sys
 import time
 
 import pytest
-from hosts import is_open_mpi
-from launching import run_ranks
+from launching import ULFM, outlives_ranks, run_ranks
 
 import mpidist
 from mpidist._agreement import lives
@@ -194,23 +192,10 @@ print("survived", flush=True)
 """
 
 
-@functools.cache
-def missing():
-    if not is_open_mpi():
-        return "this MPI ends a job with its first dead process"
-    found = run_ranks(
-        1,
-        ["-c", "from mpidist._mpi import survival; print(survival.is_on())"],
-        timeout=100,
-        options=["--with-ft", "ulfm"],
-    )
-    return "" if "True" in found.stdout else "this Open MPI has no ULFM"
-
-
 def run_job(n, *program, **env):
-    if why := missing():
-        pytest.skip(why)
-    return run_ranks(n, program, timeout=100, env=env, options=["--with-ft", "ulfm"])
+    if not outlives_ranks():
+        pytest.skip("this MPI ends a job with its first dead process")
+    return run_ranks(n, program, timeout=100, env=env, options=ULFM)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +219,7 @@ def test_survivors_of_a_killed_rank_go_on(phases, env, tmp_path):
     assert "WRONG" not in result.stdout, result.stdout
 
 
-def test_a_stopped_rank_is_not_lost():
+def test_a_stopped_rank_is_not_lost_and_a_loss_that_nobody_catches_ends_the_job():
     result = run_job(
         3,
         "-c",
@@ -245,27 +230,16 @@ strategy = mpidist.MPIStrategy()
 if strategy.replica_id == 1:
     subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
-total = strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0))
-print(strategy.experimental_local_results(total)[0])
+def step():
+    return mpidist.get_replica_context().all_reduce("SUM", 1.0)
+total = strategy.run(step)
+print(strategy.experimental_local_results(total)[0], flush=True)
+if strategy.replica_id == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+strategy.run(step)
 """,
     )
     assert result.stdout.split() == ["3.0"] * 3, result.stdout + result.stderr
-    assert result.returncode == 0
-
-
-def test_a_loss_that_nobody_catches_ends_the_job():
-    result = run_job(
-        3,
-        "-c",
-        """
-import os, signal
-import mpidist
-strategy = mpidist.MPIStrategy()
-if strategy.replica_id == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0))
-""",
-    )
     assert result.returncode == 1, result.stdout + result.stderr
     assert result.stderr.count("mpidist.ReplicaLostError: ") == 1, result.stderr
     assert "the process of rank 0 has died" in result.stderr, result.stderr
