@@ -34,7 +34,16 @@ from mpidist.data import (
 Args: TypeAlias = tuple[Nest, ...] | list[Nest]
 Kwargs: TypeAlias = dict[str, Nest] | None
 Reduction: TypeAlias = ReduceOp | str | ReduceFunction
-_NO_AXIS: Final[Any] = object()
+
+
+class _Required:
+    """The default of an argument that a TypeError with the line to write asks for."""
+
+    def __repr__(self) -> str:
+        return "required"
+
+
+_NO_AXIS: Final[Any] = _Required()
 SupportsWrite: TypeAlias = Any
 """A file, or another object with ``write``."""
 # Any: datasets of other libraries, which may have `__getitem__` instead of `__iter__`.

@@ -21,6 +21,9 @@ from mpidist.losses._functions import (
 from mpidist.losses._pairs import (
     Pair,
     cast,
+    check_axis,
+    check_delta,
+    check_smoothing,
     clipped,
     inside,
     like,
@@ -229,6 +232,7 @@ class Huber(_Elementwise):
         dtype: object = None,
     ) -> None:
         super().__init__(reduction, name)
+        check_delta("Huber", delta)
         self._options = {"delta": delta}
 
     def _slope(self, y: Pair) -> Any:
@@ -249,7 +253,8 @@ class _CrossEntropy(_OfFunction):
         dtype: object = None,
     ) -> None:
         super().__init__(reduction, name)
-        _check_axis(type(self).__name__, axis)
+        check_axis(type(self).__name__, axis)
+        check_smoothing(type(self).__name__, label_smoothing)
         self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
 
 
@@ -320,7 +325,7 @@ class SparseCategoricalCrossentropy(_OfFunction):
         dtype: object = None,
     ) -> None:
         super().__init__(reduction, name)
-        _check_axis(type(self).__name__, axis)
+        check_axis(type(self).__name__, axis)
         self._options = {"from_logits": from_logits}
 
     def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
@@ -334,8 +339,3 @@ class SparseCategoricalCrossentropy(_OfFunction):
 def _slope_of_logits(y: Pair, logits: Any) -> Any:
     share = y.xp.exp(log_softmax(y.xp, logits))
     return share * y.true.sum(-1)[..., None] - y.true
-
-
-def _check_axis(call: str, axis: int) -> None:
-    hint = "write `numpy.moveaxis(x, axis, -1)` for the predictions and one-hot labels"
-    expect(axis == -1, call, "`axis` to be -1", axis, hint, error=ValueError)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
 from mpidist.losses._pairs import (
     cast,
+    check_axis,
+    check_delta,
+    check_smoothing,
     clipped,
     cross_entropy,
     log_softmax,
@@ -46,9 +50,10 @@ def mean_absolute_error(y_true: Nest, y_pred: Nest) -> Any:
 def huber(y_true: Nest, y_pred: Nest, delta: float = 1.0) -> Any:
     """Return the mean over the last axis of half the squares of small differences.
 
-    Of a difference e above ``delta`` it is ``delta * (abs(e) - delta / 2)``. Otherwise
-    as `mean_squared_error`.
+    Of a difference e above ``delta``, a positive number, it is
+    ``delta * (abs(e) - delta / 2)``. Otherwise as `mean_squared_error`.
     """
+    check_delta("huber", delta)
     y = pair(y_true, y_pred, "huber")
     e = abs(y.pred - y.true)
     losses = y.xp.where(e <= delta, e * e / 2, delta * (e - delta / 2))
@@ -60,6 +65,7 @@ def binary_crossentropy(
     y_pred: Nest,
     from_logits: bool = False,
     label_smoothing: float = 0.0,
+    axis: int = -1,
 ) -> Any:
     """Return the mean over the last axis of the cross-entropy of labels 0 and 1.
 
@@ -69,8 +75,11 @@ def binary_crossentropy(
         y_true: the labels, or probabilities.
         y_pred: probabilities, or logits.
         from_logits: whether they are logits.
-        label_smoothing: moves labels towards 0.5 by this fraction.
+        label_smoothing: moves labels towards 0.5 by this fraction, from 0 to 1.
+        axis: -1; accepted for its name.
     """
+    check_axis("binary_crossentropy", axis)
+    check_smoothing("binary_crossentropy", label_smoothing)
     y = smooth(pair(y_true, y_pred, "binary_crossentropy"), label_smoothing, 2)
     xp, true, pred, dtype = y
     if from_logits:
@@ -87,6 +96,7 @@ def categorical_crossentropy(
     y_pred: Nest,
     from_logits: bool = False,
     label_smoothing: float = 0.0,
+    axis: int = -1,
 ) -> Any:
     """Return the cross-entropy over the classes, which are the last axis.
 
@@ -97,8 +107,11 @@ def categorical_crossentropy(
         y_pred: a score of each class: probabilities, which are divided by their sum, or
             logits.
         from_logits: whether they are logits.
-        label_smoothing: moves labels towards 1 / classes by this fraction.
+        label_smoothing: moves labels towards 1 / classes by this fraction, from 0 to 1.
+        axis: -1; accepted for its name.
     """
+    check_axis("categorical_crossentropy", axis)
+    check_smoothing("categorical_crossentropy", label_smoothing)
     y = pair(y_true, y_pred, "categorical_crossentropy")
     y = smooth(y, label_smoothing, y.pred.shape[-1])
     if from_logits:
@@ -108,8 +121,9 @@ def categorical_crossentropy(
     return cross_entropy(y, log)
 
 
+@explain_keywords("SparseCategoricalCrossentropy")
 def sparse_categorical_crossentropy(
-    y_true: Nest, y_pred: Nest, from_logits: bool = False
+    y_true: Nest, y_pred: Nest, from_logits: bool = False, axis: int = -1
 ) -> Any:
     """Return the cross-entropy over the classes, which are the last axis.
 
@@ -119,11 +133,13 @@ def sparse_categorical_crossentropy(
         y_true: the numbers of the classes, without the last axis, or with length 1.
         y_pred: a score of each class: probabilities, or logits.
         from_logits: whether they are logits.
+        axis: -1; accepted for its name.
 
     Raises:
         ValueError: also for a label that is no class (a function that JAX transforms
             gives it a loss of 0).
     """
+    check_axis("sparse_categorical_crossentropy", axis)
     y = one_hot(y_true, y_pred, "sparse_categorical_crossentropy")
     logits = y.pred if from_logits else y.xp.log(clipped(y.xp, y.pred))
     return cross_entropy(y, log_softmax(y.xp, logits))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -104,9 +104,10 @@ class Metric:
 
     @property
     def variables(self) -> list[Variable]:
-        """The state, and that of metrics which are attributes."""
-        parts = [x for x in vars(self).values() if isinstance(x, Metric)]
-        return [*self._weights, *(v for part in parts for v in part.variables)]
+        """The state, and that of metrics among the attributes, in lists and dicts too."""
+        parts = _metrics_in(vars(self).values())
+        found = [*self._weights, *(v for part in parts for v in part.variables)]
+        return list({id(v): v for v in found}.values())
 
     @property
     def _call(self) -> str:
@@ -150,6 +151,16 @@ class Metric:
     def reset_states(self) -> None:
         """Call `reset_state`. Collective, except in a replica function."""
         self.reset_state()
+
+
+def _metrics_in(values: Iterable[object]) -> Iterator[Metric]:
+    for x in values:
+        if isinstance(x, Metric):
+            yield x
+        elif isinstance(x, Mapping):
+            yield from _metrics_in(x.values())
+        elif isinstance(x, (list, tuple)):
+            yield from _metrics_in(x)
 
 
 def _of_all_replicas(result: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -197,14 +208,17 @@ class Sum(Metric):
 
 
 class Mean(Metric):
-    """The mean of all values since the last reset, on all replicas together.
+    """The mean of all rows since the last reset, on all replicas together.
+
+    The value of a row, which is a part of the first axis, is the mean of its values; as
+    in Keras 3.
 
     Args:
         name: of the metric; names of its variables begin with it.
         dtype: accepted and ignored.
 
     Attributes:
-        total: the sum of the values: an ON_READ variable of dtype float64.
+        total: the sum of the rows: an ON_READ variable of dtype float64.
         count: their number, or the sum of their weights.
     """
 
@@ -222,9 +236,9 @@ class Mean(Metric):
 
         Args:
             values: a number or an array.
-            sample_weight: a number, or an array with a weight for each value or for
-                each row, whose values are then averaged; 0 leaves them out, as is a row
-                without values.
+            sample_weight: an array with a weight for each row or each value; 0 leaves
+                it out, as is a row without values. Or a number, which is that of the
+                mean of all rows together.
 
         Raises:
             TypeError: for a PerReplica, and what is not an array of real numbers.
@@ -251,14 +265,13 @@ class Mean(Metric):
 
 
 def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
-    """Return weights, with axes of length 1 for missing ones; of a number all."""
+    """Return weights, with axes of length 1 for missing ones; a number as it is."""
     if sample_weight is None:
         return None
     given = _array(sample_weight, call).astype(np.float64)
     w: HostArray = as_row_weights(call, sample_weight, given, shape)
-    if not w.ndim:
-        return np.broadcast_to(w, shape)
-    return w.reshape(w.shape + (1,) * (len(shape) - w.ndim))
+    missing = len(shape) - w.ndim if given.ndim else 0
+    return w.reshape(w.shape + (1,) * missing)
 
 
 def _weighted(x: HostArray, w: HostArray) -> HostArray:
@@ -267,17 +280,21 @@ def _weighted(x: HostArray, w: HostArray) -> HostArray:
 
 
 def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
-    """Return the sum of the values, times their weights, and that of the weights.
+    """Return the sum over the rows of the mean of each, and that of their weights.
 
-    The values of a row with one weight are averaged.
+    As Keras 3 (reduce_to_samplewise_values in keras/src/metrics/reduction_metrics.py):
+    a number as the weight is that of all rows together.
     """
     w = _weights(sample_weight, x.shape, call)
-    if w is None:
-        return float(x.sum()), float(x.size)
-    in_a_row = x.size // w.size if w.size else 0
-    if not in_a_row:
+    if not x.size:
         return 0.0, 0.0
-    return float(_weighted(x, w).sum() / in_a_row), float(w.sum())
+    rows = x.shape[0] if x.ndim else 1
+    in_a_row = x.size // rows
+    if w is None:
+        return float(x.sum()) / in_a_row, float(rows)
+    w = w if w.ndim else w / rows
+    total = np.broadcast_to(w, x.shape).sum()
+    return float(_weighted(x, w).sum()) / in_a_row, float(total) / in_a_row
 
 
 def _of_shape(true: HostArray, shape: Shape, call: str) -> HostArray:
@@ -424,30 +441,39 @@ class BinaryCrossentropy(_Compared):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(name)
-        self._options = from_logits, label_smoothing
+        self._loss = losses.BinaryCrossentropy(from_logits, label_smoothing)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         # Each of a vector is a row.
         true, pred = _of_shape(true, pred.shape, self._call), pred.astype(np.float64)
         shape = pred.shape if pred.ndim > 1 else (pred.size, 1)
-        return losses.binary_crossentropy(
-            true.reshape(shape), pred.reshape(shape), *self._options
-        )
+        return self._loss.call(true.reshape(shape), pred.reshape(shape))
 
 
-class CategoricalCrossentropy(BinaryCrossentropy):
+class CategoricalCrossentropy(_Compared):
     """The mean of `mpidist.losses.categorical_crossentropy`.
 
     Args:
         name: of the metric.
         from_logits: whether predictions are logits.
         label_smoothing: moves labels towards 1 / classes by this fraction.
+        axis: -1; accepted for its name.
     """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: object = None,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(name)
+        self._loss = losses.CategoricalCrossentropy(from_logits, label_smoothing, axis)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         true = _of_shape(true, pred.shape, self._call)
-        pred = pred.astype(np.float64)
-        return losses.categorical_crossentropy(true, pred, *self._options)
+        return self._loss.call(true, pred.astype(np.float64))
 
 
 class SparseCategoricalCrossentropy(_Compared):
@@ -456,6 +482,7 @@ class SparseCategoricalCrossentropy(_Compared):
     Args:
         name: of the metric.
         from_logits: whether predictions are logits.
+        axis: -1; accepted for its name.
     """
 
     def __init__(
@@ -463,12 +490,11 @@ class SparseCategoricalCrossentropy(_Compared):
         name: str | None = None,
         dtype: object = None,
         from_logits: bool = False,
+        axis: int = -1,
     ) -> None:
         super().__init__(name)
-        self.from_logits = from_logits
+        self._loss = losses.SparseCategoricalCrossentropy(from_logits, axis=axis)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         true = _of_shape(true, pred.shape[:-1], self._call)
-        return losses.sparse_categorical_crossentropy(
-            true, pred.astype(np.float64), self.from_logits
-        )
+        return self._loss.call(true, pred.astype(np.float64))

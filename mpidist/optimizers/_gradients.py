@@ -68,7 +68,8 @@ def as_gradient(
             )
         x = backend.like(array, x)
     if x.dtype != array.dtype:
-        if kind != "number" or x.dtype.kind not in "if":
+        of_int = kind == "number" and x.dtype.kind == "i"
+        if backend.number_kind(x.dtype) != "f" and not of_int:
             raise TypeError(
                 f"{call}: expected dtype {array.dtype.name}, got {backend.describe(x)}"
                 f"; write `gradient.astype({array.dtype.name!r})`"
@@ -99,7 +100,7 @@ def collect(
     """Return this rank's gradients as arrays.
 
     Raises:
-        TypeError, ValueError: for a gradient of another shape or dtype, or None for
+        TypeError, ValueError: for a gradient of another shape or kind, or None for
             all.
     """
     given = GivenGradients()

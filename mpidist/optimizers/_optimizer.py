@@ -302,8 +302,8 @@ class Optimizer:
 
         Args:
             grads_and_vars: pairs of a gradient and its variable. The gradient has the
-                variable's shape and dtype; None, on all replicas, leaves the variable
-                and its slots unchanged.
+                variable's shape, and is cast to its dtype if it is of floats; None, on
+                all replicas, leaves the variable and its slots unchanged.
             name: accepted and ignored, as in Keras.
             skip_gradients_aggregation: in a replica function, whether the gradients are
                 already reduced, for example by ``all_reduce``, and the same on all
@@ -317,7 +317,7 @@ class Optimizer:
 
         Raises:
             TypeError, ValueError: for an item that is not a pair, a gradient of another
-                shape or dtype, a variable that is given twice or that the state does
+                shape, or not of floats, a variable that is given twice or that the state does
                 not include, None for all, or a learning rate that is not a number.
             RuntimeError: for variables of another strategy, and inside the function
                 of ``update``.

@@ -1,5 +1,7 @@
 """Losses of Keras: torch's values and gradients, in each library, and by hand."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from replicas import from_replicas, local, this_replica
@@ -169,10 +171,21 @@ def test_settings_are_checked():
         losses.MeanSquaredError(reduction="avg")
     with pytest.raises(ValueError, match="`axis` to be -1"):
         losses.CategoricalCrossentropy(axis=1)
+    with pytest.raises(ValueError, match="crossentropy: .* `axis` to be -1"):
+        losses.sparse_categorical_crossentropy([1], LOGITS[:1], axis=0)
+    for call in (losses.Huber, lambda delta: losses.huber(REAL, REAL, delta)):
+        with pytest.raises(ValueError, match="`delta` to be positive, got -1"):
+            call(-1.0)
+    smoothed = (losses.BinaryCrossentropy, mpidist.metrics.CategoricalCrossentropy)
+    for call in (*smoothed, partial(losses.binary_crossentropy, REAL, REAL)):
+        with pytest.raises(ValueError, match="`label_smoothing` to be from 0 to 1"):
+            call(label_smoothing=2)
     with pytest.raises(TypeError, match="`sample_weight` of 0"):
         losses.SparseCategoricalCrossentropy(ignore_class=-1)
     with pytest.raises(ValueError, match="`sample_weight` of shape"):
         losses.MeanSquaredError()(REAL, LOGITS, np.ones(3))
+    with pytest.raises(AttributeError, match=r"losses\.mean_squared_error"):
+        losses.mse  # noqa: B018
     with pytest.raises(AttributeError, match="write the formula"):
         losses.KLDivergence  # noqa: B018
 

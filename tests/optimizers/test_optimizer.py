@@ -394,6 +394,20 @@ def test_plain_gradients_have_to_be_the_same(strategy, rank, size):
     assert int(optimizer.iterations) == 0
 
 
+@pytest.mark.parametrize(("own", "given"), [("f4", "f8"), ("f8", "f4"), ("f4", "f2")])
+def test_gradients_of_another_float_are_cast_as_in_keras(strategy, own, given):
+    with strategy.scope():
+        variable = mpidist.Variable(np.ones(3, own))
+    optimizer = mpidist.optimizers.SGD(0.5)
+    n = strategy.num_replicas_in_sync
+    # Each replica may have its own.
+    dtype = own if strategy.replica_id else given
+    gradient = np.full(3, 1.0 / n, dtype)
+    strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)]))
+    assert variable.dtype == own
+    np.testing.assert_allclose(variable, 0.5, rtol=1e-3)
+
+
 def two_variables(strategy):
     with strategy.scope():
         return [mpidist.Variable(np.ones(2), name=n) for n in "ab"]
@@ -404,7 +418,7 @@ ONE = np.ones(2)
 # What the last rank does wrong, from (optimizer, a, b, another strategy's variable).
 WRONG = {
     "shape": (lambda o, a, b, c: [(np.ones(3), a), (ONE, b)], "expected shape"),
-    "dtype": (lambda o, a, b, c: [(np.ones(2, "f"), a), (ONE, b)], r"astype\('float64"),
+    "dtype": (lambda o, a, b, c: [(np.ones(2, "i"), a), (ONE, b)], r"astype\('float64"),
     "object": (lambda o, a, b, c: [("x", a), (ONE, b)], "gradient of Variable 'a'"),
     "count": (lambda o, a, b, c: [(ONE, a)], "do not make the same call"),
     "order": (lambda o, a, b, c: [(ONE, b), (ONE, a)], "do not make the same call"),

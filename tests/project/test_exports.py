@@ -227,6 +227,16 @@ def test_collective_callables_say_so_and_others_do_not():
     assert said == COLLECTIVE
 
 
+@pytest.mark.parametrize("name", OBJECTS | CALLABLES)
+def test_signatures_show_no_addresses(name):
+    value = (OBJECTS | CALLABLES)[name]
+    try:
+        signature = str(inspect.signature(value))
+    except ValueError:  # of an enum, or a class in C
+        return
+    assert not re.search(r"<object|0x[0-9a-f]", signature)
+
+
 def test_errors_are_runtime_errors():
     for name in mpidist.__all__:
         if name.endswith("Error"):
