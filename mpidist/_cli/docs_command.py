@@ -45,7 +45,7 @@ def docs(arguments: Sequence[str]) -> int:
     found = pages.get(name) or {path.stem: path for path in pages.values()}.get(name)
     if found is None:
         close = difflib.get_close_matches(name, pages, 1)
-        hint = f"; did you mean `mpidist docs {close[0]}`?" if close else ""
+        hint = f"; did you mean `mpidist docs {close[0]}`?" if close else ";"
         raise UsageError(f"no page {name!r}{hint} `mpidist docs` lists all")
     say(found.read_text(encoding="utf-8").rstrip())
     return 0

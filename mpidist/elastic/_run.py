@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
@@ -34,6 +34,23 @@ _MakeStrategy: TypeAlias = Callable[[Any], MPIStrategy]
 _MOST_IDLE_ROUNDS: Final = 2
 
 
+@overload
+def run(
+    train: Callable[[Any, State], _R],
+    state: State,
+    *,
+    min_replicas: int = 1,
+    make_strategy: _MakeStrategy = MPIStrategy,
+) -> _R: ...
+@overload
+def run(
+    train: Callable[[Any, State], _R],
+    state: State,
+    *,
+    min_replicas: int = 1,
+    spares: int,
+    make_strategy: _MakeStrategy = MPIStrategy,
+) -> _R | None: ...
 def run(
     train: Callable[[Any, State], _R],
     state: State,

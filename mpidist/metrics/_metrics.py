@@ -104,7 +104,7 @@ class Metric:
 
     @property
     def variables(self) -> list[Variable]:
-        """The state, and that of metrics among the attributes, in lists and dicts too."""
+        """The state, and that of metrics among the attributes, also in lists."""
         parts = _metrics_in(vars(self).values())
         found = [*self._weights, *(v for part in parts for v in part.variables)]
         return list({id(v): v for v in found}.values())

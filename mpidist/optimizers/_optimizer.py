@@ -317,8 +317,9 @@ class Optimizer:
 
         Raises:
             TypeError, ValueError: for an item that is not a pair, a gradient of another
-                shape, or not of floats, a variable that is given twice or that the state does
-                not include, None for all, or a learning rate that is not a number.
+                shape, or not of floats, a variable that is given twice or that the
+                state does not include, None for all, or a learning rate that is not a
+                number.
             RuntimeError: for variables of another strategy, and inside the function
                 of ``update``.
             CollectiveMismatchError: if the replicas' variables, gradients, settings or

@@ -171,7 +171,7 @@ def test_settings_are_checked():
         losses.MeanSquaredError(reduction="avg")
     with pytest.raises(ValueError, match="`axis` to be -1"):
         losses.CategoricalCrossentropy(axis=1)
-    with pytest.raises(ValueError, match="crossentropy: .* `axis` to be -1"):
+    with pytest.raises(ValueError, match=r"crossentropy: .* `axis` to be -1"):
         losses.sparse_categorical_crossentropy([1], LOGITS[:1], axis=0)
     for call in (losses.Huber, lambda delta: losses.huber(REAL, REAL, delta)):
         with pytest.raises(ValueError, match="`delta` to be positive, got -1"):

@@ -77,6 +77,15 @@ def replica() -> float:
     return loss()
 
 
+def trained(strategy: mpidist.MPIStrategy, state: mpidist.elastic.State) -> float:
+    return loss()
+
+
+def elastic(state: mpidist.elastic.State) -> None:
+    assert_type(mpidist.elastic.run(trained, state), float)
+    assert_type(mpidist.elastic.run(trained, state, spares=1), float | None)
+
+
 losses = strategy.run(replica)
 assert_type(losses, mpidist.PerReplica[float])
 assert_type(strategy.run(array), mpidist.PerReplica[Floats])
