@@ -183,26 +183,17 @@ def programs_by_section() -> dict[str, list[Program]]:
 
 
 def _totals(runs: Runs) -> str:
-    lines = [
-        "| programs about | number | equal | differ on purpose | fail |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    """Return how many programs there are, and the sections that have no own part."""
     total: Counter[str] = Counter()
+    alike = []
     for section, programs in programs_by_section().items():
-        # The worst of the sizes: a program is equal if it is so for all of them.
         worst = Counter(_worst(p, runs) for p in programs)
         total += worst
-        # A section where all are equal is in this table only.
-        linked = f"[{section}](#{_slug(section)})"
-        name = linked if worst.keys() - {"equal"} else section
-        lines.append(_total_row(name, worst))
-    lines.append(_total_row("all", total))
-    return "\n".join(lines) + "\n"
-
-
-def _total_row(name: str, counts: Counter[str]) -> str:
-    cells = [counts[verdict] for verdict in ("equal", "on purpose", "FAILED")]
-    return f"| {name} | {sum(cells)} | " + " | ".join(map(str, cells)) + " |"
+        if not worst.keys() - {"equal"}:
+            alike.append(f"{section} ({len(programs)})")
+    numbers = f"{total.total()} programs: {total['equal']} equal, "
+    numbers += f"{total['on purpose']} differ on purpose, {total['FAILED']} fail."
+    return numbers + "".join(f" All equal: {title}." for title in alike) + "\n"
 
 
 def _worst(program: Program, runs: Runs) -> Verdict:
@@ -211,20 +202,17 @@ def _worst(program: Program, runs: Runs) -> Verdict:
     return next(verdict for verdict in order if verdict in verdicts)
 
 
-def _slug(title: str) -> str:
-    kept = "".join(c for c in title if c.isalnum() or c in "_ -")
-    return kept.lower().replace(" ", "-")
-
-
 def _section(section: str, runs: Runs) -> list[str]:
+    programs = programs_by_section()[section]
     by_reason: dict[str, list[Program]] = {}
     failed = []
-    for program in programs_by_section()[section]:
+    for program in programs:
         if _worst(program, runs) == "FAILED":
             failed.append(program)
         if program.difference is not None:
             by_reason.setdefault(program.difference.reason, []).append(program)
-    lines = [f"## {section}\n"]
+    equal = sum(_worst(program, runs) == "equal" for program in programs)
+    lines = [f"## {section}: {equal} of {len(programs)} equal\n"]
     lines += [_difference(reason, p, runs) for reason, p in by_reason.items()]
     if by_reason:
         lines.append("")

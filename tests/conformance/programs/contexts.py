@@ -274,9 +274,8 @@ for _name, _call in IN_REPLICA.items():
 
 
 @section.differs(
-    "TensorFlow merges the replicas, and updates each copy with the argument of its "
-    "own replica, so that the copies diverge. mpidist does it too, but if the copies "
-    "then differ, all replicas raise, and the variable keeps its value.",
+    "The copies diverge in TensorFlow. In mpidist all replicas raise, and the "
+    "variable keeps its value.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
     mpidist=lambda n: [Raised("RuntimeError"), [0.0] * n],
 )
@@ -294,8 +293,8 @@ def in_replica_update(d):
 
 
 @section.differs(
-    "TensorFlow makes a whole PerReplica on each replica. In mpidist a replica is a "
-    "process that has its own value only, so the call is refused there.",
+    "TensorFlow makes a whole PerReplica on each replica. In mpidist a replica has "
+    "its own value only, so this is refused.",
     tensorflow=lambda n: ["accepted"] * n,
     mpidist=lambda n: [Raised("RuntimeError")] * n,
 )

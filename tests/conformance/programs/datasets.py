@@ -310,9 +310,8 @@ def make_numpy_dataset_of_list(d):
 
 
 @iterating.differs(
-    "MirroredStrategy is one worker with one pipeline, whose batches go to the "
-    "replicas in turn. In mpidist each rank is a worker with a pipeline of its own, "
-    "as in MultiWorkerMirroredStrategy.",
+    "MirroredStrategy is one worker with one pipeline. In mpidist each rank is a "
+    "worker with a pipeline of its own.",
     tensorflow=lambda n: [[1, 0, n]],
     mpidist=lambda n: [[n, 0, n]],
 )
@@ -542,8 +541,7 @@ def run_steps_counts(d):
 
 
 @stepping.differs(
-    "TensorFlow checks the outputs against `initial_loop_values`, which it needs for "
-    "graphs, also with its default None. Without graphs there is nothing to check.",
+    "TensorFlow needs `initial_loop_values` for graphs.",
     tensorflow=Raised("ValueError"),
     mpidist=22.0,
 )

@@ -705,8 +705,8 @@ def distribute_values_total(d):
 
 
 @others.differs(
-    "MirroredStrategy is one process and has None; mpidist has one that reports what "
-    "MPI knows about the ranks, as MultiWorkerMirroredStrategy does.",
+    "MirroredStrategy has None; mpidist has one that reports what MPI knows about the "
+    "ranks.",
     tensorflow=True,
     mpidist=False,
 )

@@ -198,8 +198,7 @@ def merge_args_strings_differ(d):
 
 
 @section.differs(
-    "TensorFlow unwraps one and the same Python object; in mpidist numbers are always "
-    "PerReplica in a merge_fn, so the type does not depend on the value.",
+    "As above: in mpidist the type does not depend on the value.",
     tensorflow=lambda n: ["plain"] * n,
     mpidist=lambda n: ["PerReplica"] * n,
 )

@@ -90,9 +90,8 @@ def run_arrays_kind(d):
 
 
 @section.differs(
-    "TensorFlow unwraps what is one and the same Python object on all replicas: small "
-    "ints and literals, but not floats that were computed. In mpidist numbers and "
-    "arrays are always PerReplica, so the type does not depend on the value.",
+    "TensorFlow unwraps what is the same Python object on all replicas, such as small "
+    "ints. In mpidist the type does not depend on the value.",
     tensorflow=["plain", "plain"],
     mpidist=["PerReplica", "PerReplica"],
 )
