@@ -205,10 +205,10 @@ class BegunCalls:
         self._last: Callable[[], _AnyCall | None] = _nothing
         self._awaited = False  # the program waits, and computes nothing
         self._stop: BaseException | None = None
-        self.unsettled = False
+        self.unsettled: bool = False
         self.failure: BaseException | None = None
         self.has_warned = False
-        self.generation = 0
+        self.generation: int = 0
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def begin(self, call: _AnyCall, *, at_once: bool) -> None:

@@ -28,6 +28,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
+from mpidist._agreement.begun import BegunCalls
 from mpidist._agreement.breakdown import Breakdown, Checking, Payload, State
 from mpidist._agreement.call_state import SharedState
 from mpidist._agreement.channel import (
@@ -68,6 +69,12 @@ class Guard(SharedState):
         before_call: called before a call of this rank while it is alone (`set_alone`);
             it makes the call legal.
     """
+
+    # Of the base class; without these lines pyright calls their types ambiguous.
+    begun: BegunCalls | None
+    channel: Channel
+    blocked: bool
+    sequence: int
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ on one rank alone is done before the agreement, and its failure is told to all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend, nest
@@ -65,21 +65,21 @@ class Collectives:
         self.guard = guard
         self.options = options
         self.device = device
-        self.invalid = resources.invalid
+        self.invalid: Callable[[str, BaseException], NoReturn] = resources.invalid
         self.cache: PlanCache = PlanCache()
         self.plans: Plans = Plans(resources, self.cache, ROUTES, self._reduce_slices)
         self.all_reduce: Callable[..., Nest] = self.plans.entry
         self._gathers = resources.observing(AllGathers)(resources, self.cache)
         self.all_gather: Callable[..., Nest] = self._gathers.entry
         copies = resources.observing(Copies)(resources)
-        self.broadcast = copies.broadcast
-        self.share = copies.share
-        self.send_arrays = copies.send_arrays
-        self.receive_arrays = copies.receive_arrays
-        self.collect = copies.collect
-        self.scatter = copies.scatter
-        self.buffers_like = copies.buffers_like
-        self.check_plain = copies.check_plain
+        self.broadcast: Callable[..., Nest] = copies.broadcast
+        self.share: Callable[[Callable[[], list[Any]], str], list[Any]] = copies.share
+        self.send_arrays: Callable[[list[Any], str], None] = copies.send_arrays
+        self.receive_arrays: Callable[..., list[Any]] = copies.receive_arrays
+        self.collect: Callable[[list[Any], str], list[list[Any]]] = copies.collect
+        self.scatter: Callable[..., list[Any]] = copies.scatter
+        self.buffers_like: Callable[[Nest], Nest] = copies.buffers_like
+        self.check_plain: Callable[[str, list[Nest]], None] = copies.check_plain
 
     def decide_device_transports(
         self, findings: Sequence[Finding], timeout_seconds: float

@@ -27,7 +27,7 @@ class Pool:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit if _native.core is not None else 0
+        self.limit: int = limit if _native.core is not None else 0
         self._slots: _native.Pool | None = None
 
     def empty(self, shape: Shape, dtype: DType) -> HostArray:

@@ -115,7 +115,8 @@ class PerReplica(DistributedValues[Own]):
             _refuse_operator(self)
         return self is other
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __str__(self) -> str:
         if self._all is not None:

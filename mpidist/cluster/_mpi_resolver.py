@@ -29,7 +29,8 @@ class MPIClusterResolver(ClusterResolver):
         local_ranks: the number of each rank among those of its node, from 0.
     """
 
-    rpc_layer = environment = "mpi"
+    rpc_layer: str = "mpi"
+    environment: str = "mpi"
 
     def __init__(
         self,
@@ -46,8 +47,9 @@ class MPIClusterResolver(ClusterResolver):
         self.local_ranks: tuple[int, ...] = tuple(
             self.nodes[:rank].count(node) for rank, node in enumerate(self.nodes)
         )
-        self.task_type = "worker"
-        self.task_id = self._rank = rank
+        self.task_type: str = "worker"
+        self.task_id: int = rank
+        self._rank = rank
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the host of each task: ``{"worker": [...]}``, in rank order."""

@@ -281,10 +281,10 @@ class UnionResolver(ClusterResolver):
             expect(is_one, "UnionResolver", expected, resolver)
         first = cluster_resolvers[0]
         self._resolvers = cluster_resolvers
-        self.task_type = first.task_type if task_type is None else task_type
-        self.task_id = first.task_id if task_id is None else task_id
-        self.rpc_layer = first.rpc_layer if rpc_layer is None else rpc_layer
-        self.environment = first.environment
+        self.task_type: str | None = first.task_type if task_type is None else task_type
+        self.task_id: int | None = first.task_id if task_id is None else task_id
+        self.rpc_layer: str | None = first.rpc_layer if rpc_layer is None else rpc_layer
+        self.environment: str = first.environment
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks of all resolvers.

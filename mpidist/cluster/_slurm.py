@@ -138,8 +138,8 @@ class SlurmClusterResolver(ClusterResolver):
         for job, count in sorted(self._jobs.items()):
             cluster[job] = addresses[first : first + count]
             if self._rank is not None and first <= self._rank < first + count:
-                self.task_type = job
-                self.task_id = self._rank - first
+                self.task_type: str | None = job
+                self.task_id: int | None = self._rank - first
             first += count
         return ClusterSpec(cluster)
 

@@ -250,12 +250,12 @@ class Options(IgnoredOptions):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.experimental_distribute = DistributeOptions()
-        self.threading = ThreadingOptions()
-        self.autotune = AutotuneOptions()
-        self.experimental_optimization = OptimizationOptions()
-        self.experimental_service = IgnoredOptions()
-        self.experimental_threading = ThreadingOptions()
+        self.experimental_distribute: DistributeOptions = DistributeOptions()
+        self.threading: ThreadingOptions = ThreadingOptions()
+        self.autotune: AutotuneOptions = AutotuneOptions()
+        self.experimental_optimization: OptimizationOptions = OptimizationOptions()
+        self.experimental_service: IgnoredOptions = IgnoredOptions()
+        self.experimental_threading: ThreadingOptions = ThreadingOptions()
         for name, value in options.items():
             setattr(self, name, value)
 

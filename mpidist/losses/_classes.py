@@ -81,8 +81,8 @@ class Loss:
         known = reduction in _KINDS
         what = f"`reduction` to be one of {', '.join(map(repr, _KINDS))}"
         expect(known, kind, what, reduction, error=ValueError)
-        self.name = name or kind
-        self.reduction = "none" if reduction is None else reduction
+        self.name: str = name or kind
+        self.reduction: str = "none" if reduction is None else reduction
         self._options: dict[str, Any] = {}
 
     def call(self, y_true: Nest, y_pred: Nest) -> Any:

@@ -41,7 +41,8 @@ class _Confusion(Metric):
         from_logits: bool = False,
     ) -> None:
         super().__init__(name)
-        self.thresholds = 0.5 if thresholds is None else thresholds
+        limit = 0.5 if thresholds is None else thresholds
+        self.thresholds: float | Sequence[float] = limit
         limits = np.atleast_1d(np.asarray(self.thresholds, np.float64))
         self._limits, self._places = np.unique(limits, return_inverse=True)
         self._from_logits = from_logits

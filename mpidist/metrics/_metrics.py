@@ -59,7 +59,7 @@ class Metric:
     """
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
-        self.name = name or type(self).__name__.lower()
+        self.name: str = name or type(self).__name__.lower()
         self._weights: list[Variable] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -190,7 +190,7 @@ class Sum(Metric):
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
         super().__init__(name)
-        self.total = self.add_weight(name="total")
+        self.total: Variable = self.add_weight(name="total")
 
     def update_state(self, values: Nest, sample_weight: Nest = None) -> None:
         """Add values, times their weights; otherwise as `Mean.update_state`."""
@@ -224,8 +224,8 @@ class Mean(Metric):
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
         super().__init__(name)
-        self.total = self.add_weight(name="total")
-        self.count = self.add_weight(name="count")
+        self.total: Variable = self.add_weight(name="total")
+        self.count: Variable = self.add_weight(name="count")
 
     def update_state(self, values: Nest, sample_weight: Nest = None) -> None:
         """Add values.

@@ -126,7 +126,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._divide(self.param_groups)
             groups = [self._local_group(i) for i in range(len(self._parts))]
             self._local = optimizer_class(groups, **defaults)
-            self.defaults = self._local_optimizer.defaults
+            self.defaults: dict[str, Any] = self._local_optimizer.defaults
             self._read_settings(only_new=True)
             self._name = f"{call} of {optimizer_class.__name__}"
             text = f"{self._name} with {self._described()}"
