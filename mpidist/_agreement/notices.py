@@ -1,9 +1,10 @@
 """Notices: what ranks tell each other while they wait.
 
 A rank that waits for long posts a *notice* to all others: who it is, and what it waits
-for. So every waiting rank knows which ranks wait as it does, and which are missing. A
-rank that gives up posts a last notice, by which the other waiting ranks give up as
-well. One that has given up and comes to the end of its program says so, too.
+for. Those that wait for the same then post theirs. So every waiting rank knows which
+ranks wait as it does, and which are missing. A rank that gives up posts a last notice,
+by which the other waiting ranks give up as well. One that has given up and comes to the
+end of its program says so, too.
 
 Notices are small messages that their receiver need not expect. They are read only by
 ranks that wait, or that have been away for long.
@@ -29,7 +30,8 @@ _LOST_END_SECONDS: Final = 2.0
 _QUIET_SECONDS: Final = 0.5
 _DELIVERY_SECONDS: Final = 10.0
 COLLECT_SECONDS: Final = 0.25
-"""How long a rank waits for the notices of others before it says who is missing."""
+"""How long no notice has come when one of up to eight ranks says who is missing."""
+_MOST_COLLECT_SECONDS: Final = 2.0
 
 # Groups of waiting ranks in a message, and those that share a line.
 _MOST_GROUPS: Final = 8
@@ -56,6 +58,7 @@ class Notice:
         missing: the ranks that it has given up on.
         lost: those of them that will never come.
         end: how far its process is.
+        waited: for how many seconds it has waited.
     """
 
     rank: int
@@ -66,6 +69,7 @@ class Notice:
     missing: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     end: End = ""
+    waited: float = 0.0
 
 
 @dataclasses.dataclass
@@ -104,16 +108,22 @@ class Notices:
         self._sent: list[Request] = []
         self._latest: dict[int, Notice] = {}
         self._ends: dict[int, End] = {}
+        self._came: dict[int, float] = {}  # when the latest ones did
+        seconds = COLLECT_SECONDS * max(1.0, comm.size / 8)
+        self._collect_seconds: float = min(seconds, _MOST_COLLECT_SECONDS)
         self.missing: tuple[int, ...] = ()
         self.lost: tuple[int, ...] = ()
 
-    def post(self, wait: Wait, gave_up: str = "", *, end: End = "") -> None:
+    def post(
+        self, wait: Wait, gave_up: str = "", *, end: End = "", waited: float = 0.0
+    ) -> None:
         """Post a notice to all ranks that are not lost."""
         me = self._comm.rank
-        notice = Notice(me, wait.sequence, wait.what, gave_up, end=end)
+        notice = Notice(me, wait.sequence, wait.what, gave_up, end=end, waited=waited)
         notice.missing, notice.lost = self.missing, self.lost
         notice.awaited = tuple(wait.awaited or ())
         self._latest[me] = notice
+        self._came[me] = time.monotonic()
         data = pickle.dumps(notice)
         self._drop_sent()
         for rank in range(self._comm.size):
@@ -150,9 +160,27 @@ class Notices:
                 return notice.gave_up
             elif notice.sequence >= sequence:
                 self._latest[notice.rank] = notice
+                self._came[notice.rank] = time.monotonic()
         return ""
 
     # --- what is known of the others ----------------------------------------------
+
+    def longest_wait(self, what: str, sequence: int) -> float:
+        """Return for how long others have waited for the same; 0.0: none says so."""
+        now = time.monotonic()
+        times = [0.0]
+        for rank, came in self._came.items():
+            notice = self._latest[rank]
+            is_other = rank != self._comm.rank
+            if is_other and notice.sequence == sequence and notice.call == what:
+                times.append(now - came + notice.waited)
+        return max(times)
+
+    @property
+    def are_quiet(self) -> bool:
+        """Whether none came of late: ranks that share cores post late, one by one."""
+        last = max(self._came.values(), default=0.0)
+        return time.monotonic() - last >= self._collect_seconds
 
     def waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
         """Return the ranks that wait as this one does, and those that do not."""

@@ -1,10 +1,11 @@
 """How a rank waits for the others: with a deadline, and without hanging forever.
 
 Every wait comes back to `Waits.look` several times a second. After a while a rank that
-waits posts a notice (`notices`), so that each waiting rank knows which are missing, and
-one of them tells the user. At the deadline a rank posts its last notice and raises
-`CollectiveTimeoutError`; so do the ranks that read it (`breakdown`). Waits for data are
-no different: a rank may be stopped, killed or cut off in the middle of a payload.
+waits posts a notice (`notices`), and the others that wait do so at once: each knows
+then which ranks are missing, and one tells the user. At the deadline a rank posts its
+last notice and raises `CollectiveTimeoutError`; so do the ranks that read it
+(`breakdown`). Waits for data are no different: a rank may be stopped, killed or cut off
+in the middle of a payload.
 
 Rejected: a watchdog thread (it would call MPI from two threads at once); a barrier with
 a time-out (it finds no mismatch); remote memory access for the notices (with several
@@ -22,7 +23,7 @@ from typing import Final
 from mpidist._agreement.breakdown import Breakdown, State
 from mpidist._agreement.call_state import SharedState
 from mpidist._agreement.channel import OK, Channel
-from mpidist._agreement.notices import COLLECT_SECONDS, Wait
+from mpidist._agreement.notices import Wait
 from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll
 from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.watchdog import Watchdog
@@ -63,7 +64,7 @@ class Waits:
         self.watchdog: Watchdog = Watchdog(comm, stall_seconds)
         # Of the wait that is looked at: its length, and what was done about it.
         self._waited = 0.0
-        self._posted = self._reported = False
+        self._looked = self._posted = self._reported = self._came_late = False
         # The ranks whose data has not come; None while this rank waits for no data.
         self._awaited: Callable[[], list[int]] | None = None
 
@@ -190,7 +191,7 @@ class Waits:
         if shared.calls is not None:
             shared.calls.look(what, waited, shared.sequence + 1)
         if waited < self._waited:  # another wait than last time
-            self._posted = self._reported = False
+            self._looked = self._posted = self._reported = self._came_late = False
         self._waited = waited
         if shared.begun is not None:
             shared.begun.look()
@@ -199,15 +200,22 @@ class Waits:
         breakdown.check_lives(what)
         if breakdown.state is State.TOLD:
             raise breakdown.error()
-        if breakdown.read_notices() or waited < post_after:
+        if breakdown.read_notices():
+            return
+        notices = breakdown.notices
+        longest = notices.longest_wait(what, shared.sequence)
+        if not self._looked:  # a report on the others does not count this rank
+            self._looked, self._came_late = True, longest > 0
+        if waited < post_after and not longest:
             return
         wait = self._describe(what)
         if not self._posted:
-            breakdown.notices.post(wait)
+            notices.post(wait, waited=waited)
             self._posted = True
-        if not self._reported and waited >= self._stall + COLLECT_SECONDS:
+        longest = waited if self._came_late else max(waited, longest)
+        if not self._reported and longest >= self._stall and notices.are_quiet:
             self._reported = True
-            self._report(wait, waited)
+            self._report(wait, longest)
         if timeout and waited >= timeout:
             raise breakdown.give_up_on(wait, self._why(wait, timeout))
 

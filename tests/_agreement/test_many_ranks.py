@@ -1,11 +1,14 @@
 """What users read of jobs with many ranks: ranges of ranks, and not too many lines."""
 
+import time
+
 import numpy as np
 import pytest
 from replicas import rarely, wait_for_reports
 
 import mpidist
 from mpidist import testing
+from mpidist._strategy.strategy import group_of
 
 SIZE = 64
 
@@ -94,3 +97,27 @@ def test_the_stall_report_and_the_deadline(kind, monkeypatch, caplog):
     else:
         assert "\n  rank 0 waited in all_reduce SUM float64 (0,)\n" in first
         assert "\n  ranks 8-49, 51-63 waited in 55 other calls\n" in first
+
+
+def test_ranks_that_wait_for_a_shorter_time_are_not_missing(caplog):
+    """As where many ranks share a core, and come one after the other."""
+    waits = {}
+
+    def program():
+        strategy = mpidist.MPIStrategy()
+        rank, group = strategy.replica_id, testing.current_group()
+        waits[rank] = group_of(strategy).guard.waits
+        waits[rank]._looked = False
+        waits[rank]._stall = 0.2 if rank == 0 else 1000.0
+        group.all_gather(b"")
+        end = time.monotonic() + 60
+        while rank == 0 and not waits[1]._looked and time.monotonic() < end:
+            time.sleep(0.01)
+        while rank == 2 and not caplog.records and time.monotonic() < end:
+            time.sleep(0.01)
+        strategy.run(lambda: reduce(1))
+
+    testing.run(3, program, timeout_seconds=120)
+    (report,) = (one.getMessage() for one in caplog.records if one.name == "mpidist")
+    assert report.startswith("mpidist: rank 2 did not come to call ")
+    assert ": ranks 0-1 waited in all_reduce SUM float64 (1,)" in report
