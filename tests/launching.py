@@ -41,6 +41,10 @@ _SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
+# In a program whose ranks fail together: the lowest one ends the job before the next
+# one's turn to speak, on a busy machine too.
+ONLY_THE_FIRST = "from mpidist._runtime import job_end; job_end._TURN_SECONDS = 60.0"
+
 # For programs that fork: from Python 3.12 on os.fork warns of the threads that MPI has.
 FORKS = {"PYTHONWARNINGS": "ignore:This process (pid=:DeprecationWarning"}
 

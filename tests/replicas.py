@@ -98,6 +98,20 @@ def on_every_rank_free_memory() -> list[int]:
     return everywhere(1024 * int(line.split()[1]))
 
 
+def watch_peak() -> Callable[[], int]:
+    """Return what tells how many bytes more this process has had since."""
+
+    def bytes_of(name: str) -> int:
+        with open("/proc/self/status", encoding="ascii") as file:
+            (line,) = (line for line in file if line.startswith(name))
+        return 1024 * int(line.split()[1])
+
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # VmHWM is VmRSS again
+    before = bytes_of("VmRSS")
+    return lambda: bytes_of("VmHWM") - before
+
+
 def threads() -> testing.ThreadGroup | None:
     """Return the group of all replicas where they are threads; None under mpirun."""
     try:

@@ -4,7 +4,7 @@ import textwrap
 import time
 
 import pytest
-from launching import run_ranks
+from launching import ONLY_THE_FIRST, run_ranks
 from replicas import rarely
 
 pytestmark = pytest.mark.core
@@ -171,7 +171,7 @@ def test_a_rank_that_does_not_come_to_its_end(how):
 
 
 def test_the_deadline_at_the_end_if_it_ends_the_job_anyway():
-    body = "time.sleep(600 * (rank == 1))"
+    body = f"{ONLY_THE_FIRST}\ntime.sleep(600 * (rank == 1))"
     settings = {"DEADLINE": "1", "MPIDIST_TIMEOUT_ABORT": "1"}
     code, _, err = end_of(body, **settings)
     assert code != 0
@@ -405,10 +405,9 @@ def test_a_hook_that_was_put_over_ours_stays_and_ours_does_nothing():
 
 
 def test_a_strategy_that_can_not_be_made_keeps_its_error_for_one_rank():
-    # Rank 0 has 0.8 s before the next one speaks: they start together.
-    body = """
-    import mpi4py.MPI, mpidist
-    mpi4py.MPI.COMM_WORLD.Barrier()
+    body = f"""
+    import mpidist
+    {ONLY_THE_FIRST}
     mpidist.MPIStrategy(device="tpu")
     """
     code, _, err = end_of(body, 3, prologue=False)

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from faults.test_jobs import run_job
-from launching import FORKS
+from launching import FORKS, ONLY_THE_FIRST
 from replicas import context, everywhere, outcomes, set_deadline
 
 import mpidist
@@ -134,6 +134,7 @@ def test_a_program_that_ends(how):
 def test_a_call_that_failed_when_nobody_asks(by):
     """It ends the job like an uncaught exception, with its traceback."""
     result = run_job(f"""
+    {ONLY_THE_FIRST}
     strategy = mpidist.MPIStrategy()
     with mpidist.ReplicaContext(strategy, None) as ctx:
         good = ctx.all_reduce_async("SUM", np.ones(100_000))
