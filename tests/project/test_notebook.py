@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 
 import pytest
 from launching import ROOT, plain_environment
@@ -14,11 +13,11 @@ from launching import ROOT, plain_environment
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
-def ask(*arguments, **env):
+def ask(*arguments):
     """Return what a Python prints, without MPI's variables."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        env={**plain_environment(), "PYTHONPATH": str(ROOT), **env},
+        env={**plain_environment(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
@@ -51,34 +50,32 @@ mpidist.testing.run(2, program)
 """
 
 
-def shown_by_ipython(*before, **env):
-    """Return the traceback that IPython shows for the cell, after other cells."""
-    pytest.importorskip("IPython")
-    cells = [*before, CELL]
-    code = f"""
-    from IPython.core.interactiveshell import InteractiveShell
-    shell = InteractiveShell.instance(colors="NoColor")
-    for cell in {cells!r}:
+# In one IPython: with a handler of the user's, without it, and with all frames.
+SHELL = """
+import os
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="NoColor")
+set_handler = "get_ipython().set_custom_exc"
+for first, debug in (
+    (f"{set_handler}((Exception,), lambda *args, **kw: print('mine'))", ""),
+    (f"{set_handler}((), None)", ""),
+    ("", "1"),
+):
+    os.environ["MPIDIST_DEBUG"] = debug
+    for cell in first, CELL:
         result = shell.run_cell(cell, store_history=True)
     assert result.error_in_exec is not None
-    """
-    return ask("-c", textwrap.dedent(code), **env)
+    print("----- the next one")
+"""
 
 
-def test_ipython_shows_the_frames_of_the_program():
-    text = shown_by_ipython()
+def test_tracebacks_in_ipython():
+    pytest.importorskip("IPython")
+    shown = ask("-c", SHELL.replace("CELL", repr(CELL)))
+    of_user, text, whole, _ = shown.split("----- the next one\n")
     assert "in program()" in text
     assert "in program.<locals>.step()" in text
     assert "CollectiveMismatchError" in text
     assert str(ROOT / "mpidist") not in text
-
-
-def test_ipython_shows_all_frames_if_asked():
-    assert str(ROOT / "mpidist") in shown_by_ipython(MPIDIST_DEBUG="1")
-
-
-def test_a_handler_of_the_user_stays():
-    text = shown_by_ipython(
-        "get_ipython().set_custom_exc((Exception,), lambda *args, **kw: print('mine'))"
-    )
-    assert text.splitlines()[-1] == "mine"
+    assert str(ROOT / "mpidist") in whole
+    assert of_user.splitlines()[-1] == "mine"
