@@ -212,7 +212,7 @@ def test_a_program_is_recorded_by_a_variable(tmp_path):
     body = """
     child = os.fork()
     if child == 0:
-        os._exit(0)
+        sys.exit(0)
     os.waitpid(child, 0)
     strategy.close()
     """
