@@ -19,7 +19,10 @@ BITS = RNG.integers(0, 2, size=(ROWS, CLASSES)).astype(np.float32)
 REAL = (3 * RNG.normal(size=(ROWS, CLASSES))).astype(np.float32)
 WEIGHTS = np.arange(ROWS, dtype=np.float32)
 
-LIBRARIES = ["numpy", "torch", "jax.numpy"]
+LIBRARIES = [
+    "numpy",
+    *(pytest.param(x, marks=pytest.mark.guests) for x in ("torch", "jax.numpy")),
+]
 
 
 def torch_function(name, **options):
@@ -71,6 +74,7 @@ def as_numpy(x):
     return x.detach().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 
+@pytest.mark.guests
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_values_and_gradients_are_those_of_torch(case, library):
@@ -109,6 +113,7 @@ def test_values_and_gradients_are_those_of_torch(case, library):
     ],
 )
 @pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.guests
 def test_gradients_of_torch_and_jax_are_the_closed_form(kind, options, true, scale):
     """Of shares that do not add up to 1, too."""
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")

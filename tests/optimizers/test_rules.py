@@ -78,6 +78,7 @@ KINDS = {
 }
 
 
+@pytest.mark.guests
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clip", [None, 2.0])
