@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 
+import ml_dtypes
 import numpy as np
 import pytest
 from replicas import (
@@ -109,48 +110,32 @@ def test_args_must_be_a_tuple(strategy):
 # --- what merge_fn sees ---------------------------------------------------------------
 
 
-def component(i):
-    """Return values of another dtype and shape on each replica."""
-    return [
+COMPONENTS = {
+    "arrays": [
         np.arange(6, dtype=np.float32).reshape(2, 3),
         np.zeros((0, 4), np.int8),
         np.array([True, False]),
         np.asfortranarray(np.arange(4.0).reshape(2, 2)) * 1j,
-    ][i % 4]
+    ],
+    "numbers": [1, 2.5, np.float16(3), 4j],
+    "bfloat16": [np.full(20, i, ml_dtypes.bfloat16) for i in range(4)],
+}
 
 
-def test_local_results_of_other_shapes_and_dtypes_on_each_rank(strategy, rank, size):
+@pytest.mark.parametrize("kind", COMPONENTS)
+def test_local_results_of_other_kinds_on_each_rank(strategy, rank, size, kind):
+    components = [COMPONENTS[kind][i % 4] for i in range(size)]
+
     def merge_fn(distribution, x):
-        return [*distribution.experimental_local_results(x)]
+        results = [*distribution.experimental_local_results(x)]
+        return [(type(result).__name__, result) for result in results]
 
-    results = merge(strategy, merge_fn, component(rank))
+    results = merge(strategy, merge_fn, components[rank])
     assert len(results) == size
-    for i, result in enumerate(results):
-        np.testing.assert_array_equal(result, component(i))
-        assert result.dtype == component(i).dtype
-
-
-def test_local_results_of_other_kinds_of_numbers(strategy, rank, size):
-    values = [1, 2.5, np.float16(3), 4j]
-
-    def merge_fn(distribution, x):
-        return [(type(r).__name__, complex(r)) for r in x.values]
-
-    seen = merge(strategy, merge_fn, values[rank % 4])
-    kinds = ["int", "float", "float16", "complex"]
-    assert seen == [(kinds[i % 4], complex(values[i % 4])) for i in range(size)]
-
-
-def test_local_results_of_bfloat16(strategy, rank, size):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-
-    def merge_fn(distribution, x):
-        return [*distribution.experimental_local_results(x)]
-
-    results = merge(strategy, merge_fn, np.full(20, rank, ml_dtypes.bfloat16))
-    for i, result in enumerate(results):
-        np.testing.assert_array_equal(result, np.full(20, i))
-        assert result.dtype == ml_dtypes.bfloat16
+    for (name, result), expected in zip(results, components, strict=True):
+        assert name == type(expected).__name__
+        np.testing.assert_array_equal(result, expected)
+        assert np.asarray(result).dtype == np.asarray(expected).dtype
 
 
 def test_nests_arrive_as_nests_of_per_replica(strategy, rank, size):

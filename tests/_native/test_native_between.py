@@ -364,19 +364,6 @@ def test_a_nest_travels_with_its_header(size: int, merges: bool) -> None:
     assert world.calls == []
 
 
-def test_half_floats_of_rows_are_rounded_once() -> None:
-    world = World(3)
-
-    def body(rank: int) -> Any:
-        x = np.full(4, 1.0 if rank == 0 else 2.0**-11, np.float16)
-        out = np.empty_like(x)
-        leaf = ("f2", "SUM", (4,), 0)
-        assert core.BetweenReduce(world.ranks[rank], [leaf]).eager(x, out) == core.OK
-        return out.tolist()
-
-    assert in_threads(world, body) == [[1 + 2.0**-10] * 4] * 3
-
-
 @both_ways
 def test_a_nest_of_calls_that_differ_is_not_added(merges: bool) -> None:
     world = World(2, merges)
@@ -932,14 +919,6 @@ def test_merged_payloads_of_all_dtypes(dtype: str, op: str) -> None:
         want = functools.reduce(COMBINE[op], rows)
     for x in found:
         np.testing.assert_array_equal(x, want)
-
-
-def test_the_op_adds_what_calls_that_are_equal_send() -> None:
-    world = World(2, merges=True)
-    lower, upper = elements_of(world, np.array([1.0, 2.0]), np.array([10.0, 20.0]))
-    total = merge(lower, upper)
-    np.testing.assert_array_equal(total[HEAD : HEAD + 16].view("f8"), [11, 22])
-    assert total[HEAD + 16 :].tolist() == upper[HEAD + 16 :].tolist()
 
 
 FLAG, FINGERPRINT, VALUE = slice(0, 4), slice(8, 16), slice(16, 24)
