@@ -68,6 +68,8 @@ def copy_of_the_checkout(folder: pathlib.Path) -> pathlib.Path:
         shutil.copy(ROOT / name, copy)
     if (ROOT / "MANIFEST.in").exists():
         shutil.copy(ROOT / "MANIFEST.in", copy)
+    (copy / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "port.sed", copy / "docs")
     leave = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "mpidist", copy / "mpidist", ignore=leave)
     return copy
@@ -282,7 +284,7 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 def test_a_wheel_has_the_core_and_the_data(tmp_path: pathlib.Path) -> None:
     copy = copy_of_the_checkout(tmp_path)
-    shutil.copytree(ROOT / "docs", copy / "docs", ignore=BUILT)
+    shutil.copytree(ROOT / "docs", copy / "docs", ignore=BUILT, dirs_exist_ok=True)
     pip(("wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(copy)), {})
     (wheel,) = tmp_path.glob("*.whl")
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
