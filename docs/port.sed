@@ -42,6 +42,7 @@ s/\btf\.(dtypes\.)?((float|int|uint|complex)[0-9]+)/np.\2/g
 s/\btf\.(cast|constant|convert_to_tensor|identity|stop_gradient)\b/np.array/g
 s/\btf\.Tensor\b/np.ndarray/g
 s/\btf\.clip_by_global_norm\b/mpidist.optimizers.clip_by_global_norm/g
+s/\bkeras\.metrics\.((binary|(sparse_)?categorical)_crossentropy|huber)\b/keras.losses.\1/g
 s/\bkeras\.(losses|metrics)\.(MSE|mse|mean_squared_error)\b/keras.losses.mean_squared_error/g
 s/\bkeras\.(losses|metrics)\.(MAE|mae|mean_absolute_error)\b/keras.losses.mean_absolute_error/g
 s/\b(tf\.)?keras\.(metrics|losses)\b/mpidist.\2/g
