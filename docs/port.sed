@@ -5,10 +5,10 @@ N
 /\n *(def|async|@)\b[^\n]*$/!bmore
 s/.*\n//
 }
-s/^(import .*), *tensorflow as tf$/\1, contextlib, logging, os, shutil, mpidist/
-s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, logging, os, shutil\nimport numpy as np\nimport mpidist/
+s/^(import .*), *tensorflow as tf$/\1, contextlib, logging as tf_logging, os, shutil, mpidist/
+s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, logging as tf_logging, os, shutil\nimport numpy as np\nimport mpidist/
 /^from tensorflow import keras$/d
-s/^from tensorflow\.keras\.optimizers import ([^()]*\bSGD\b[^()]*)$/from mpidist.optimizers import \1; SGD = SGD.of_keras/
+s/^from tensorflow\.keras\.optimizers import ([^()]*\b(AdamW?|RMSprop|SGD)\b[^()]*)$/from mpidist.optimizers import \1, Adam, AdamW, RMSprop, SGD; Adam, AdamW, RMSprop, SGD = (x.of_keras for x in (Adam, AdamW, RMSprop, SGD))/
 s/^from tensorflow\.keras\.optimizers import/from mpidist.optimizers import/
 s/\btf\.compat\.v[12]\./tf./g
 s/\btf\.contrib\.distribute\./tf.distribute./g
@@ -25,9 +25,13 @@ s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
 s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
 s/tf\.train\./mpidist./g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
-s/\((tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/:/
-s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?SGD\(/mpidist.optimizers.SGD.of_keras(/g
+s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
+s/(\(|^ +)(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/\1):/
+s/\bisinstance\(([^(),]*), *(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\)/callable(\1)/g
+s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\(/mpidist.optimizers.RMSprop(/g
+s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\(/mpidist.optimizers.\3.of_keras(/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?/mpidist.optimizers./g
+s/\b(tf\.)?keras\.optimizers\b/mpidist.optimizers/g
 s/\boptimizers\.schedules\.(Cosine|Exponential|Polynomial)Decay\(/optimizers.\L\1\E_decay(/g
 s/\boptimizers\.schedules\.CosineDecayRestarts\(/optimizers.cosine_decay_restarts(/g
 s/\boptimizers\.schedules\.InverseTimeDecay\(/optimizers.inverse_time_decay(/g
@@ -62,6 +66,10 @@ s/\btf\.transpose\(([^()]*), *perm *=/np.transpose(\1, axes=/g
 s/\btf\.(argsort|shape|size|sort|squeeze|stack|tensordot|tile|transpose|zeros|zeros_like)\b/np.\1/g
 s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
 s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g
+s/\.get_shape\(\)/.shape/g
+s/\b(\w+(\.\w+|\[[^][]*\])*)\.shape\.as_list\(\)/[*\1.shape]/g
+s/\b\w+(\.\w+)*\.shape\.is_fully_defined\(\)/True/g
+s/\.shape\.(ndims|rank)\b/.ndim/g
 s/\btf\.one_hot\(([^(),]*), *(depth=)?([^(),]*)\)/(np.array(\1)[..., None] == np.arange(\3)).astype("f4")/g
 s/\btf\.cond\(([^(),]*(\([^()]*\))?), *([^(),]*), *([^(),]*)\)/(\3 if \1 else \4)()/g
 s/\btf\.(math\.)?pow\b/np.power/g
@@ -79,10 +87,10 @@ s/\btf\.range\b/np.arange/g
 s/\btf\.(math\.)?arg(max|min)\(([^(),]*), *(axis=)?(-?[0-9]+)\)/np.arg\2(\3, axis=\5)/g
 s/\btf\.where\(([^(),]*),/np.where(\1,/g
 s/\btf\.(control_dependencies|device|init_scope|name_scope)\(/contextlib.nullcontext(/g
-s/\btf\.logging\.set_verbosity\(/logging.basicConfig(level=/g
-s/\btf\.(get_logger|logging\.get_logger)\(\)/logging.getLogger("tf")/g
-s/\btf\.logging\.(DEBUG|ERROR|FATAL|INFO|WARN|debug|error|fatal|info|warning)\b/logging.\1/g
-s/\btf\.logging\.warn\(/logging.warning(/g
+s/\btf\.logging\.set_verbosity\(/tf_logging.basicConfig(level=/g
+s/\btf\.(get_logger|logging\.get_logger)\(\)/tf_logging.getLogger("tf")/g
+s/\btf\.logging\.(DEBUG|ERROR|FATAL|INFO|WARN|debug|error|fatal|info|warning)\b/tf_logging.\1/g
+s/\btf\.logging\.warn\(/tf_logging.warning(/g
 s/\btf\.group\(/(lambda *calls: None)(/g
 s/\btf\.no_op\(\)/None/g
 s/\btf\.print\(/print(/g
@@ -92,6 +100,7 @@ s/\btf\.io\.gfile\.makedirs\((.*)\)$/os.makedirs(\1, exist_ok=True)/
 s/\btf\.io\.gfile\.rmtree\((.*)\)$/shutil.rmtree(\1, ignore_errors=True)/
 s/\btf\.io\.gfile\.GFile\(/open(/g
 /^ *(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/d
+s/\btf\.function\(/(lambda func, *_, **__: func)(/g
 s/\btf\.get_variable\(([^,]*), *(shape=)?(\[[^]]*\]), *initializer=tf\.zeros_initializer(\(\))?\)/mpidist.Variable(np.zeros(\3), name=\1)/
 s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|get_variable)\b/mpidist.\1/g
 s/\btf\.(global_variables_initializer|layers|placeholder|trainable_variables)\b/mpidist.\1/g

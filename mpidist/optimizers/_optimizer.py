@@ -24,7 +24,7 @@ import math
 import re
 import weakref
 from collections.abc import Hashable, Iterable
-from typing import ClassVar, Final, NoReturn, TypeAlias
+from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, threads
@@ -47,7 +47,7 @@ from mpidist.optimizers._arguments import (
 from mpidist.optimizers._clipping import check_limits
 from mpidist.optimizers._gradients import collect, find_plan, sum_gradients
 from mpidist.optimizers._schedules import AssignableRate, LearningRate, Rate, of_step
-from mpidist.optimizers._state import Block, Numbers, State
+from mpidist.optimizers._state import Block, Numbers, State, counter
 
 _BUILD: Final = "Optimizer.build"
 _NAME: Final = "`name` to be a str"
@@ -88,6 +88,9 @@ class Optimizer:
     """
 
     _slot_names: ClassVar[tuple[str, ...]] = ()
+    # By the formulas of Keras some slots have another meaning, and so another name.
+    _keras_slots: ClassVar[dict[str, str]] = {}
+    _as_keras = False
     # Of the settings that are numbers: what they have to be less than.
     _limits: ClassVar[dict[str, float]] = {}
 
@@ -120,6 +123,9 @@ class Optimizer:
         self._describe_settings()
         self.learning_rate = learning_rate
         self._state: State | None = None  # before it is built
+        self._iterations: Variable | None = None  # the same, or read before
+        group = context.current().group
+        self._made_in = group if context.has_strategy() else None
         self._group: ReplicaGroup | None = None
         self._index: dict[int, int] = {}  # of the variables, by id
         # What was restored before it was built, and whether something may be missing.
@@ -129,6 +135,24 @@ class Optimizer:
         # exists, by the number of its construction.
         self._number = next(_numbers.get())
         _known.get()[self._number] = self
+
+    @classmethod
+    def of_keras(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return one that computes by the formulas of Keras, for programs from there.
+
+        They are those of keras/src/optimizers of Keras 3. Slots that differ in meaning
+        have other names, so that neither restores the other's.
+
+        Args:
+            args: as for the class.
+            kwargs: as for the class.
+        """
+        self = cls(*args, **kwargs)
+        self._as_keras = self._settings["of_keras"] = True
+        slots = (self._keras_slots.get(slot, slot) for slot in self._slot_names)
+        self._slot_names = tuple(slots)  # type: ignore[misc]
+        self._describe_settings()
+        return self
 
     def __setattr__(self, name: str, value: object) -> None:
         # Without it a setting that is assigned later would change nothing.
@@ -161,10 +185,19 @@ class Optimizer:
     def iterations(self) -> Variable:
         """The number of completed steps: a mirrored int64 variable.
 
+        Collective if it is read before `build` and the first `apply_gradients`.
+
         Raises:
-            RuntimeError: before `build` or the first `apply_gradients`.
+            RuntimeError: before these, if the optimizer was not made in a scope.
         """
-        return self._built("iterations").iterations
+        if self._iterations is None:
+            group = self._made_in
+            if group is None or context.current().coordinator is not None:
+                return self._built("iterations").iterations
+            with context.entered(group.cross_frame):
+                self._iterations = counter(self._name)
+            self._restore_iterations()
+        return self._iterations
 
     @property
     def variables(self) -> list[Variable]:
@@ -190,8 +223,8 @@ class Optimizer:
         on all of them: `apply_gradients` compares the number. Do not assign inside
         ``merge_fn``, which only rank 0 runs.
         """
-        state = self._state
-        rate = self._rate(0 if state is None else int(state.iterations))
+        count = self._iterations
+        rate = self._rate(0 if count is None else int(count))
         return AssignableRate(rate, functools.partial(setattr, self, "learning_rate"))
 
     @learning_rate.setter
@@ -252,6 +285,14 @@ class Optimizer:
             path: of the checkpoint, for messages.
         """
         self._restored = arrays, partial, path
+        self._restore_iterations()
+
+    def _restore_iterations(self) -> None:
+        count = self._iterations
+        if count is not None and self._restored is not None:
+            value = self._restored[0].get(count.name)
+            if value is not None:
+                storage_of(count).apply("assign", value)
 
     def exclude_from_weight_decay(
         self,
@@ -433,6 +474,12 @@ class Optimizer:
                         f"({listed(known)}), got {len(variables)}; create another "
                         "optimizer for other variables"
                     )
+            count = self._iterations
+            if count is not None and storage_of(count).group is not group:
+                raise RuntimeError(
+                    f"{_BUILD}: `iterations` was read in the scope of another strategy "
+                    "than that of the variables; make the optimizer in theirs"
+                )
             decayed = [self._decays(v) for v in variables]
             described = ", ".join(
                 f"{v.name!r} [#{storage_of(v).key[0]}] {backend.describe(v)}"
@@ -449,6 +496,7 @@ class Optimizer:
                 self._name,
                 self._slot_names,
                 self._shard_state,
+                self._iterations,
             )
             if self._restored is not None:
                 with collectives.guard.checking(_BUILD):
@@ -458,6 +506,7 @@ class Optimizer:
                     storage_of(variable).apply("assign", value)
                 self._restored = None
             self._state, self._group, self._index = state, group, state.index
+            self._iterations = state.iterations
             _known.get()[_identity(state.iterations)] = self
 
     def _apply(

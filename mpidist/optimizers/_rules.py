@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array
@@ -24,8 +24,12 @@ class SGD(Optimizer):
 
     These are the formulas of ``torch.optim.SGD`` with ``dampening=0`` (Sutskever et
     al. 2013, http://proceedings.mlr.press/v28/sutskever13.html, with the learning rate
-    outside the momentum). Keras has it inside (``m = momentum * m - learning_rate *
-    g``), which is equivalent while the learning rate is constant: `of_keras`.
+    outside the momentum). `of_keras` has it inside, which is equivalent while it is
+    constant, and decouples the decay::
+
+        w -= learning_rate * weight_decay * w
+        m = momentum * m + learning_rate * g
+        w -= learning_rate * g + momentum * m if nesterov else m
 
     Args:
         learning_rate: a number, or a function of the step (from 0) or of nothing.
@@ -47,8 +51,8 @@ class SGD(Optimizer):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
+    _keras_slots: ClassVar[dict[str, str]] = {"momentum": "velocity"}
     _limits: ClassVar[dict[str, float]] = {"momentum": 1.0, "weight_decay": math.inf}
-    _as_keras = False
 
     @explain_keywords("SGD")
     def __init__(
@@ -78,31 +82,6 @@ class SGD(Optimizer):
         )
         if momentum:
             self._slot_names = ("momentum",)  # type: ignore[misc]
-
-    @classmethod
-    def of_keras(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return one that computes by the formulas of Keras, for programs from there.
-
-        With another learning rate in each step, or momentum and weight decay together,
-        these give other numbers::
-
-            w -= learning_rate * weight_decay * w
-            m = momentum * m + learning_rate * g
-            w -= learning_rate * g + momentum * m if nesterov else m
-
-        (keras/src/optimizers/sgd.py and base_optimizer.py of Keras 3.) The slot is
-        "velocity", so that neither restores the other's.
-
-        Args:
-            args: as for `SGD`.
-            kwargs: as for `SGD`.
-        """
-        self = cls(*args, **kwargs)
-        self._as_keras = self._settings["of_keras"] = True
-        if self._slot_names:
-            self._slot_names = ("velocity",)  # type: ignore[misc]
-        self._describe_settings()
-        return self
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         momentum, nesterov, decay, *_ = self._settings.values()
@@ -146,7 +125,7 @@ class Adam(Optimizer):
         w -= learning_rate * m1 / (sqrt(v1) + epsilon)
 
     Kingma and Ba 2015 (https://arxiv.org/abs/1412.6980), algorithm 1, as
-    ``torch.optim.Adam``. Keras divides by ``sqrt(v) + epsilon`` and corrects the
+    ``torch.optim.Adam``. `of_keras` divides by ``sqrt(v) + epsilon`` and corrects the
     learning rate instead, so its epsilon has more effect in the first steps.
 
     Args:
@@ -197,11 +176,12 @@ class Adam(Optimizer):
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         beta_1, beta_2, epsilon, *_ = self._settings.values()
+        correction = 1 / math.sqrt(1 - beta_2**step)
         return (
             1 - beta_1,
             beta_2,
-            1 / math.sqrt(1 - beta_2**step),
-            epsilon,
+            correction,
+            epsilon * correction if self._as_keras else epsilon,
             rate / (1 - beta_1**step),
             1.0,
         )
@@ -294,9 +274,13 @@ class RMSprop(Optimizer):
 
     The formulas of ``torch.optim.RMSprop``, with the learning rate outside the momentum
     (Hinton 2012, http://www.cs.toronto.edu/~hinton/coursera/lecture6/lec6.pdf; centered
-    in Graves 2013, https://arxiv.org/abs/1308.0850, section 4.2). Keras has the
-    learning rate inside the momentum, which is equivalent while it is constant, and
-    epsilon inside the root.
+    in Graves 2013, https://arxiv.org/abs/1308.0850, section 4.2). `of_keras` has
+    epsilon inside the root, so that gradients far below ``sqrt(epsilon)``, 3e-4, make
+    small steps, and the learning rate inside the momentum::
+
+        d = learning_rate * g / sqrt((v - a**2 if centered else v) + epsilon)
+        m = momentum * m + d
+        w -= m if momentum else d
 
     Args:
         learning_rate: a number, or a function of the step (from 0) or of nothing.
@@ -313,6 +297,7 @@ class RMSprop(Optimizer):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
+    _keras_slots: ClassVar[dict[str, str]] = {"momentum": "increment"}
     _limits: ClassVar[dict[str, float]] = {
         "rho": 1.0,
         "momentum": 1.0,
@@ -350,11 +335,12 @@ class RMSprop(Optimizer):
         self._slot_names = slots  # type: ignore[misc]
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
-        return (rate, *self._settings.values())
+        rho, momentum, epsilon, centered, *_ = self._settings.values()
+        return (rate, rho, momentum, epsilon, centered, float(self._as_keras))
 
     @staticmethod
     def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
-        rate, rho, momentum, epsilon, centered = constants
+        rate, rho, momentum, epsilon, centered, as_keras = constants
         t, u, slots = block.t, block.u, block.slots
         v = slots[0]
         array_functions.multiply(v, rho, out=v)
@@ -369,11 +355,16 @@ class RMSprop(Optimizer):
             array_functions.multiply(a, a, out=t)
             array_functions.subtract(v, t, out=t)
             array_functions.maximum(t, 0.0, out=t)  # rounding may make it negative
-            array_functions.sqrt(t, out=t)
-        else:
-            array_functions.sqrt(v, out=t)
-        array_functions.add(t, epsilon, out=t)
+            v = t
+        if as_keras:
+            v = array_functions.add(v, epsilon, out=t)
+        array_functions.sqrt(v, out=t)
+        if not as_keras:
+            array_functions.add(t, epsilon, out=t)
         g = array_functions.divide(g, t, out=u)
+        if as_keras:
+            g = array_functions.multiply(g, rate, out=u)
+            rate = 1.0
         if momentum:
             m = slots[-1]
             array_functions.multiply(m, momentum, out=m)

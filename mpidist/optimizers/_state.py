@@ -120,6 +120,12 @@ def _described(x: Nest) -> str:
     return "nothing" if x is None else backend.describe(x)
 
 
+def counter(name: str) -> Variable:
+    """Return a new variable for the completed steps of an optimizer. Collective."""
+    zero = np.zeros((), np.int64)
+    return Variable(zero, trainable=False, name=f"{name}/iterations")
+
+
 class State:
     """The state of an optimizer that has been built. Creating one is collective.
 
@@ -130,6 +136,7 @@ class State:
         name: of the optimizer.
         slot_names: the slots that each variable has.
         shard: whether each rank has, and updates, only a part of the elements.
+        iterations: None, or that the program has read already.
 
     Attributes:
         iterations: the number of completed steps.
@@ -144,6 +151,7 @@ class State:
         name: str,
         slot_names: tuple[str, ...],
         shard: bool,
+        iterations: Variable | None,
     ) -> None:
         def make(initial: Callable[[], HostArray], what: str) -> Variable:
             return Variable(initial, trainable=False, name=f"{name}/{what}")
@@ -163,7 +171,7 @@ class State:
         self._parts = self._own_parts()
         names = unique([v.name for v in variables])
         with context.entered(group.cross_frame):
-            self.iterations = make(lambda: np.zeros((), np.int64), "iterations")
+            self.iterations = counter(name) if iterations is None else iterations
             self.slots = [
                 tuple(make_slot(v, part, f"{slot}/{own}") for slot in slot_names)
                 for v, part, own in zip(variables, self._parts, names, strict=True)

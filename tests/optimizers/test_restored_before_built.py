@@ -58,6 +58,31 @@ def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
     mpidist.check_in_sync([v, w])
 
 
+@pytest.mark.parametrize("read", ["before", "after", "in a replica"])
+def test_iterations_are_there_before_the_first_step(strategy, folder, read):
+    """As in Keras, where the constructor makes them."""
+    checkpoint, *rest = parts(strategy)
+    for _ in range(3):
+        step(strategy, *rest)
+    checkpoint.save(folder / "c")
+    expected = step(strategy, *rest)
+
+    with strategy.scope():
+        checkpoint, optimizer, v, w = parts(strategy)
+    if read == "before":
+        assert int(optimizer.iterations) == 0
+    checkpoint.restore(folder / "c")
+    if read == "in a replica":
+        strategy.run(lambda: int(optimizer.iterations))
+    iterations = optimizer.iterations
+    assert int(iterations) == 3
+    for x, y in zip(step(strategy, optimizer, v, w), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert optimizer.iterations is iterations
+    assert int(iterations) == 4
+    mpidist.check_in_sync(optimizer.variables)
+
+
 def test_managers_restore_it_too(strategy, folder):
     checkpoint, *rest = parts(strategy)
     step(strategy, *rest)

@@ -407,3 +407,30 @@ def test_the_formulas_of_keras(nesterov, dtype):
     np.testing.assert_allclose(variable.numpy(), w, rtol=tolerance)
     assert optimizer.variables[1].name.startswith("sgd/velocity/")
     assert len(SGD.of_keras(0.1)._slot_names) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "expected"),
+    [
+        (RMSprop, {}, [0.0187728, 0.1087529, 0.1347511, 0.1351343]),
+        (RMSprop, {"momentum": 0.9}, [0.0297922, 0.1804149, 0.2297443, 0.230504]),
+        (
+            RMSprop,
+            {"momentum": 0.9, "centered": True},
+            [0.0298512, 0.1925822, 0.2537119, 0.2546929],
+        ),
+        (Adam, {}, [0.0587174, 0.0598688, 0.0599865, 0.0599995]),
+        (Adam, {"epsilon": 1e-3}, [0.0002839, 0.0027196, 0.019195, 0.0587174]),
+        (AdamW, {"weight_decay": 0.1}, [0.0645993, 0.0657481, 0.0658656, 0.0658786]),
+    ],
+)
+def test_small_gradients_by_the_formulas_of_keras(make, settings, expected):
+    """Of TensorFlow 2.21: three steps, each with a larger learning rate."""
+    variable = mpidist.Variable(np.ones(4))
+    optimizer = make.of_keras(0.01, **settings)
+    for k in (1, 2, 3):
+        optimizer.learning_rate = 0.01 * k
+        optimizer.apply_gradients([(np.array([1e-4, 1e-3, 1e-2, 1.0]), variable)])
+    np.testing.assert_allclose(1 - variable.numpy(), expected, rtol=1e-5, atol=3e-7)
+    names = {v.name.split("/")[1] for v in optimizer.variables[1:]}
+    assert make is not RMSprop or "momentum" not in names  # it is another quantity

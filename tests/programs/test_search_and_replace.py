@@ -189,3 +189,44 @@ norm, turned = tf.norm(x), tf.transpose(x, perm=[1, 0])
     # Of a matrix NumPy's is another norm: this is left to the reader.
     with pytest.raises(AssertionError, match=r"tf\.norm"):
         ported("y = tf.norm(x, ord=2)\n", tmp_path)
+
+
+def test_what_libraries_on_tensorflow_write(tmp_path, caplog):
+    program = """from types import SimpleNamespace
+logging = SimpleNamespace(info="of absl")  # imported before, which has to stay
+import tensorflow as tf
+from tensorflow.keras.optimizers import RMSprop
+
+optimizers = tf.keras.optimizers
+many = [RMSprop(0.1), getattr(optimizers, "Adam")(0.1), tf.keras.optimizers.AdamW(0.1)]
+old = tf.keras.optimizers.legacy.RMSprop(0.1)
+
+class Constant(
+    tf.keras.optimizers.schedules.LearningRateSchedule):
+  def __call__(self, step):
+    return 0.5
+
+schedule = Constant()
+rates = [
+    r(3) if isinstance(r, tf.keras.optimizers.schedules.LearningRateSchedule) else r
+    for r in (schedule, 0.25, tf.keras.experimental.CosineDecay(0.5, 6))
+]
+def double(x):
+  return 2 * x
+double = tf.function(double)
+triple = tf.function(
+    lambda x: 3 * x, input_signature=[tf.TensorSpec(shape=[], dtype=tf.float32)])
+x = tf.zeros([2, 3])
+shapes = [x.shape.as_list()[1:], x.get_shape().as_list(), x.shape.rank, x.shape.ndims]
+if x.shape.is_fully_defined():
+  tf.compat.v1.logging.warning("of TensorFlow")
+"""
+    found: dict[str, object] = {}
+    exec(ported(program, tmp_path).read_text(), found)
+    assert found["logging"].info == "of absl"
+    assert caplog.messages == ["of TensorFlow"]
+    keras = ["of_keras=True" in repr(x) for x in (*found["many"], found["old"])]
+    assert keras == [True, False, True, False]
+    assert found["rates"] == [0.5, 0.25, pytest.approx(0.25)]
+    assert (found["double"](4), found["triple"](4)) == (8, 12)
+    assert found["shapes"] == [[3], [2, 3], 2, 2]
