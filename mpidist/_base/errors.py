@@ -74,10 +74,11 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class OutOfSyncError(CollectiveError):
-    """The copies of a mirrored variable are not equal on all ranks.
+    """Copies that should be equal on all ranks are not.
 
-    Raised on every rank, by `mpidist.check_in_sync`. The message names the variables
-    and the ranks that drifted. The strategy can be used afterwards.
+    Raised on every rank: by `mpidist.check_in_sync`, and by the first step of a
+    training with `mpidist.torch` or `mpidist.jax` for parameters that differ. The
+    message names them and the ranks that drifted. The strategy can be used afterwards.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.locality import check_owner
 from mpidist._values.variable import Variable, array_of, storage_of
 
-MOST_NAMED: Final = 5  # arrays, or ranks, in a message
+_MOST_NAMED: Final = 5  # arrays, or ranks, in a message
 _DIGEST_BYTES: Final = 16
 
 
@@ -87,9 +88,9 @@ def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     found = find_differences(group, Call(f"check_in_sync({text})"), digests)
     if not found:
         return
-    messages = [_describe(group, variables[d.number], d) for d in found[:MOST_NAMED]]
-    if len(found) > MOST_NAMED:
-        messages.append(f"  and {len(found) - MOST_NAMED} more variables")
+    messages = [_describe(group, variables[d.number], d) for d in found[:_MOST_NAMED]]
+    if len(found) > _MOST_NAMED:
+        messages.append(f"  and {len(found) - _MOST_NAMED} more variables")
     raise OutOfSyncError(
         on_rank(
             group.replica_id,
@@ -97,6 +98,40 @@ def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
             + "\n".join(messages)
             + "\nFind what changed them. Rank 0's copy for all: `variable.assign("
             "strategy.extended.broadcast_to(variable.value(), variable))`",
+        )
+    )
+
+
+def compare_arrays(
+    group: ReplicaGroup, named: Mapping[str, Nest], call: str, advice: str
+) -> None:
+    """Compare arrays, or tensors, of all ranks by checksums. Collective.
+
+    Raises:
+        OutOfSyncError: on all ranks, with the names of those that differ, and advice.
+    """
+    with group.guard.checking(call):
+        arrays = [backend.as_array(x, call)[0] for x in named.values()]
+        if group.num_replicas == 1:
+            return
+        digests = [digest(x) for x in arrays]
+    described = [
+        f"{name!r}: {backend.describe(x)}"
+        for name, x in zip(named, arrays, strict=True)
+    ]
+    text = f"{call} of {{{', '.join(described)}}}"
+    found = find_differences(group, Call(text), digests)
+    if not found:
+        return
+    names = list(named)
+    lines = [f"  {names[d.number]!r} {d}" for d in found[:_MOST_NAMED]]
+    if len(found) > _MOST_NAMED:
+        lines.append(f"  and {len(found) - _MOST_NAMED} more tensors")
+    listed = "\n".join(lines)
+    raise OutOfSyncError(
+        on_rank(
+            group.replica_id,
+            f"{call}: tensors differ between ranks:\n{listed}\n{advice}",
         )
     )
 
@@ -164,7 +199,7 @@ def _describe(group: ReplicaGroup, variable: Variable, difference: Difference) -
         ).encode()
     lines = [item.decode() for item in comm.all_gather_objects(text) if item]
     head = f"  Variable {variable.name!r} {difference}:"
-    return "\n".join([head, *lines[:MOST_NAMED]])
+    return "\n".join([head, *lines[:_MOST_NAMED]])
 
 
 def _compare(mine: np.generic, theirs: np.generic) -> str:

@@ -11,8 +11,10 @@ from mpidist._base.cache import Cache
 from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_keywords
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
+from mpidist._values.consistency import compare_arrays
 
 PyTree: TypeAlias = Any
 """Arrays and numbers in any containers that JAX knows."""
@@ -109,7 +111,8 @@ def value_and_grad(
 
     Returns:
         A function of the arguments of ``fun`` that returns ``(loss, gradients)``, or
-        ``((loss, aux), gradients)``.
+        ``((loss, aux), gradients)``. Its first call compares the arguments that it
+        differentiates by, and raises OutOfSyncError if they differ between ranks.
 
     Raises:
         TypeError: if ``fun`` is not a function.
@@ -127,7 +130,13 @@ def value_and_grad(
     if jit:
         local = jax.jit(local)
 
+    compared: list[ReplicaGroup] = []
+
     def reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        group = group_of_call(strategy, call)
+        if group not in compared:
+            _compare(group, args, argnums, call)
+            compared[:] = [group]
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
         tree = {"loss": loss, "gradients": gradients}
@@ -147,6 +156,17 @@ def _all_reduce(
         leaves, structure = _flatten(tree)
     results = group.all_reduce(checked, leaves, None, call)
     return structure.unflatten([results[name] for name in leaves])
+
+
+def _compare(
+    group: ReplicaGroup, args: Sequence[Any], argnums: int | Sequence[int], call: str
+) -> None:
+    with group.guard.checking(call):
+        numbers = [argnums] if isinstance(argnums, int) else argnums
+        leaves, _ = _flatten([args[number] for number in numbers])
+    advice = "Before the first call copy rank 0's to all ranks: "
+    advice += "`parameters = mpidist.jax.broadcast(parameters)`"
+    compare_arrays(group, leaves, call, advice)
 
 
 def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:

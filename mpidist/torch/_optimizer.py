@@ -16,6 +16,7 @@ from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
+from mpidist._values.consistency import compare_arrays
 from mpidist.torch._gradients import Named, check_op, reduce_gradients
 from mpidist.torch._overlap import Overlap
 
@@ -26,6 +27,9 @@ _AnyOptimizer: Any = torch.optim.Optimizer
 
 class DistributedOptimizer(_AnyOptimizer):
     """A torch optimizer that reduces the gradients over all ranks before each step.
+
+    Before the first step it compares the parameters of all ranks, which have to be the
+    same (`broadcast_parameters`).
 
     It replaces the optimizer in an unchanged training loop. Learning rate schedulers
     and `mpidist.Checkpoint` accept it in place of the optimizer, because it has the
@@ -54,6 +58,7 @@ class DistributedOptimizer(_AnyOptimizer):
 
     Raises:
         TypeError, ValueError: for other arguments.
+        OutOfSyncError: by the first `step`, if parameters differ between ranks.
 
     Example::
 
@@ -105,6 +110,7 @@ class DistributedOptimizer(_AnyOptimizer):
         self._strategy = strategy
         if strategy is None and context.has_strategy():
             self._strategy = get_strategy()
+        self._compared: ReplicaGroup | None = None
         self._overlap = Overlap(self._op, f"{call}.step")
         self._overlap.watch(self._named())
 
@@ -225,6 +231,11 @@ class DistributedOptimizer(_AnyOptimizer):
         group = group_of_call(self._strategy, call)
         named = self._named()
         self._overlap.warn_of_changes(group, named)
+        if self._compared is not group:
+            advice = "Before the first step copy rank 0's parameters to all ranks: "
+            advice += "`mpidist.torch.broadcast_parameters(module)`"
+            compare_arrays(group, dict(named), call, advice)
+            self._compared = group
         if self._overlaps(group):
             self._overlap.reduce(group, named, self._passes_per_step)
         else:

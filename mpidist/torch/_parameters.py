@@ -7,15 +7,13 @@ from typing import TypeAlias
 
 import torch
 
-from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, guests, nest
-from mpidist._base.errors import OutOfSyncError, on_rank
+from mpidist._base import guests, nest
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
-from mpidist._values.consistency import MOST_NAMED, digest, find_differences
+from mpidist._values.consistency import compare_arrays
 
 Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor]"
 """A module, or its tensors by name, such as `module.state_dict()`."""
@@ -116,28 +114,9 @@ def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:
     group = group_of_call(strategy, call)
     with group.guard.checking(call):
         tensors = tensors_of(module, call)
-        arrays = [backend.as_array(x, call)[0] for x in tensors.values()]
-        digests = [digest(x) for x in arrays]
-    described = [
-        f"{name!r}: {backend.describe(x)}"
-        for name, x in zip(tensors, arrays, strict=True)
-    ]
-    text = f"{call} of {{{', '.join(described)}}}"
-    found = find_differences(group, Call(text), digests)
-    if not found:
-        return
-    names = list(tensors)
-    lines = [f"  {names[d.number]!r} {d}" for d in found[:MOST_NAMED]]
-    if len(found) > MOST_NAMED:
-        lines.append(f"  and {len(found) - MOST_NAMED} more tensors")
-    listed = "\n".join(lines)
-    raise OutOfSyncError(
-        on_rank(
-            group.replica_id,
-            f"{call}: tensors differ between ranks:\n{listed}\nFind what changed them. "
-            "Rank 0's values for all: `mpidist.torch.broadcast_parameters(module)`",
-        )
-    )
+    write = "`mpidist.torch.broadcast_parameters(module)`"
+    advice = f"Find what changed them. Rank 0's values for all: {write}"
+    compare_arrays(group, tensors, call, advice)
 
 
 def tensors_of(module: Tensors, call: str) -> dict[str, torch.Tensor]:

@@ -83,6 +83,24 @@ def test_value_and_grad(strategy, rank, jax, mj, level, jit):
     assert everywhere(bits(jax, result)) == [bits(jax, result)] * 2
 
 
+def test_parameters_that_differ_at_the_first_call(strategy, rank, jax, mj):
+    def loss(p, x, y):
+        return losses_of(jax, p, x, y).mean()
+
+    x, y = make_rows(jax)
+    step = mj.value_and_grad(loss, strategy=strategy)
+    mine = parameters(jax, seed=rank)
+    for text in raises_everywhere(
+        mpidist.OutOfSyncError, lambda: step(mine, x[rank::2], y[rank::2])
+    ):
+        assert "['w']' on rank 1" in text.replace('"', "'")
+        assert "`parameters = mpidist.jax.broadcast(parameters)`" in text
+    same = mj.broadcast(mine, strategy=strategy)
+    value, _ = step(same, x[rank::2], y[rank::2])
+    assert everywhere(bits(jax, value)) == [bits(jax, value)] * 2
+    step(mine, x[rank::2], y[rank::2])  # only the first call is compared
+
+
 def test_aux_and_argnums_with_uneven_rows(strategy, rank, jax, mj):
     x, y = make_rows(jax)
     p = parameters(jax)

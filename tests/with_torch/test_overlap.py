@@ -270,6 +270,7 @@ def test_an_exception_in_a_backward_pass_of_one_rank(
 @pytest.mark.usefixtures("several")
 def test_a_gradient_that_cannot_be_reduced(strategy, torch, mt, rank):
     module = torch.nn.Embedding(30, 8, sparse=True)
+    mt.broadcast_parameters(module, strategy=strategy)
     for overlap in (False, True):
         optimizer = mt.DistributedOptimizer(
             torch.optim.SGD(module.parameters(), lr=0.1),

@@ -313,6 +313,24 @@ def test_check_in_sync(strategy, rank, torch, mt):
         assert "'0.weight'" not in text
 
 
+def test_parameters_that_differ_before_the_first_step(strategy, rank, torch, mt):
+    model = make_model(torch, seed=rank)
+    wrapped = mt.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        strategy=strategy,
+    )
+    loss_of(torch, model, *mine(rank, *make_rows(torch))).backward()
+    before = bytes_of(model)
+    for text in raises_everywhere(mpidist.OutOfSyncError, wrapped.step):
+        assert "'2.bias' on rank 1, compared with rank 0" in text
+        assert "`mpidist.torch.broadcast_parameters(module)`" in text
+    assert bytes_of(model) == before
+    mt.broadcast_parameters(model, strategy=strategy)
+    wrapped.step()
+    mt.check_in_sync(model, strategy=strategy)
+
+
 def test_models_that_differ(strategy, rank, torch, mt):
     model = torch.nn.Linear(4, 3 + rank)
     for p in model.parameters():
