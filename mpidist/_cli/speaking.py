@@ -42,6 +42,8 @@ class Parser(argparse.ArgumentParser):
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        # Python 3.14's: to the ranks of Open MPI a pipe looks like a terminal.
+        self.color = False
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
