@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, threads
+from mpidist._base.errors import CollectiveMismatchError
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Array, HostArray
@@ -50,6 +51,10 @@ from mpidist.optimizers._schedules import AssignableRate, LearningRate, Rate, of
 from mpidist.optimizers._state import Block, Numbers, State, counter
 
 _BUILD: Final = "Optimizer.build"
+_READ_ALONE: Final = (
+    "the first read of `optimizer.iterations` makes it, on all ranks; write `iterations "
+    "= optimizer.iterations` on all of them, before what one rank does"
+)
 _NAME: Final = "`name` to be a str"
 _STEP: Final = "write `global_step=step`"
 _GLOBAL_STEP: Final = "`global_step` to be a `mpidist.Variable`"
@@ -185,7 +190,8 @@ class Optimizer:
     def iterations(self) -> Variable:
         """The number of completed steps: a mirrored int64 variable.
 
-        Collective if it is read before `build` and the first `apply_gradients`.
+        Collective if it is read before `build` and the first `apply_gradients`: read it
+        on all ranks then, not only on the one that prints it.
 
         Raises:
             RuntimeError: before these, if the optimizer was not made in a scope.
@@ -194,8 +200,12 @@ class Optimizer:
             group = self._made_in
             if group is None or context.current().coordinator is not None:
                 return self._built("iterations").iterations
-            with context.entered(group.cross_frame):
-                self._iterations = counter(self._name)
+            try:
+                with context.entered(group.cross_frame):
+                    self._iterations = counter(self._name)
+            except CollectiveMismatchError as error:
+                error.add_note(_READ_ALONE)
+                raise
             self._restore_iterations()
         return self._iterations
 
@@ -223,7 +233,9 @@ class Optimizer:
         on all of them: `apply_gradients` compares the number. Do not assign inside
         ``merge_fn``, which only rank 0 runs.
         """
-        count = self._iterations
+        count: Any = self._iterations
+        if count is None and self._restored is not None:
+            count = self._restored[0].get(f"{self._name}/iterations")
         rate = self._rate(0 if count is None else int(count))
         return AssignableRate(rate, functools.partial(setattr, self, "learning_rate"))
 
@@ -290,9 +302,10 @@ class Optimizer:
     def _restore_iterations(self) -> None:
         count = self._iterations
         if count is not None and self._restored is not None:
-            value = self._restored[0].get(count.name)
-            if value is not None:
-                storage_of(count).apply("assign", value)
+            value, storage = self._restored[0].get(count.name), storage_of(count)
+            # `build` says that another one does not fit.
+            if value is not None and value.shape == () and value.dtype == count.dtype:
+                storage.apply("assign", storage.prepare("assign", value))
 
     def exclude_from_weight_decay(
         self,
@@ -503,7 +516,8 @@ class Optimizer:
                     values = state.prepared(*self._restored, _BUILD)
                 collectives.guard.agree(Call(f"{_BUILD}, restoring {len(values)}"))
                 for variable, value in values:
-                    storage_of(variable).apply("assign", value)
+                    if variable is not count:  # the program may have changed it since
+                        storage_of(variable).apply("assign", value)
                 self._restored = None
             self._state, self._group, self._index = state, group, state.index
             self._iterations = state.iterations

@@ -83,6 +83,42 @@ def test_iterations_are_there_before_the_first_step(strategy, folder, read):
     mpidist.check_in_sync(optimizer.variables)
 
 
+def test_what_is_assigned_after_a_restore_stays(strategy, folder):
+    checkpoint, *rest = parts(strategy)
+    step(strategy, *rest)
+    checkpoint.save(folder / "c")
+
+    with strategy.scope():
+        checkpoint, optimizer, v, w = parts(strategy)
+    checkpoint.restore(folder / "c")
+    optimizer.learning_rate = lambda step: 0.1 + step
+    assert float(optimizer.learning_rate) == 1.1  # of the restored step
+    optimizer.iterations.assign(7)
+    assert float(optimizer.learning_rate) == 7.1
+    step(strategy, optimizer, v, w)
+    assert int(optimizer.iterations) == 8
+
+
+def test_one_rank_reads_iterations_before_the_others(strategy, rank, size):
+    if size == 1:
+        pytest.skip("needs several ranks")
+    with strategy.scope():
+        _, optimizer, v, w = parts(strategy)
+
+    notes = []
+
+    def alone():
+        try:
+            optimizer.build([v, w]) if rank else optimizer.iterations
+        except mpidist.CollectiveMismatchError as error:
+            notes.extend(getattr(error, "__notes__", []))
+            raise
+
+    for message in raises_everywhere(mpidist.CollectiveMismatchError, alone):
+        assert "'adam/iterations'" in message
+    assert any("on all of them" in note for note in notes) == (rank == 0)
+
+
 def test_managers_restore_it_too(strategy, folder):
     checkpoint, *rest = parts(strategy)
     step(strategy, *rest)
