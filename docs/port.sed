@@ -8,8 +8,20 @@ s/.*\n//
 s/^(import .*), *tensorflow as tf$/\1, contextlib, logging as tf_logging, os, shutil, mpidist/
 s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, logging as tf_logging, os, shutil\nimport numpy as np\nimport mpidist/
 /^from tensorflow import keras$/d
-s/^from tensorflow\.keras\.optimizers import ([^()]*\b(AdamW?|RMSprop|SGD)\b[^()]*)$/from mpidist.optimizers import \1, Adam, AdamW, RMSprop, SGD; Adam, AdamW, RMSprop, SGD = (x.of_keras for x in (Adam, AdamW, RMSprop, SGD))/
-s/^from tensorflow\.keras\.optimizers import/from mpidist.optimizers import/
+/^ *from (tensorflow\.)?keras\.optimizers import\b/{
+:join
+s/ *#[^\n]*//
+/\([^)]*$/{
+N
+s/[ \n]+/ /2g
+bjoin
+}
+s/^( *)from [a-z.]+ import (\( *([^()]*[^(), ]),? *\)|(.*))/\1from mpidist.optimizers import \3\4/
+s/\b(AdamW?|RMSprop|SGD)( *)(,|$)/\1 as \1\2\3/g
+:as
+s/ import (.*)\b(AdamW?|RMSprop|SGD) as (\w+)(.*)/ import \1\2\4; \3 = \2.of_keras/
+tas
+}
 s/\btf\.compat\.v[12]\./tf./g
 s/\btf\.contrib\.distribute\./tf.distribute./g
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
@@ -28,8 +40,9 @@ s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
 s/(\(|^ +)(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/\1):/
 s/\bisinstance\(([^(),]*), *(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\)/callable(\1)/g
-s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\(/mpidist.optimizers.RMSprop(/g
+/\bmomentum *=/!s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\b/mpidist.optimizers.RMSprop/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\(/mpidist.optimizers.\3.of_keras(/g
+/\bis(instance|subclass)\(|^ *class /!s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\b/mpidist.optimizers.\3.of_keras/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?/mpidist.optimizers./g
 s/\b(tf\.)?keras\.optimizers\b/mpidist.optimizers/g
 s/\boptimizers\.schedules\.(Cosine|Exponential|Polynomial)Decay\(/optimizers.\L\1\E_decay(/g
@@ -49,7 +62,7 @@ s/\btf\.clip_by_global_norm\b/mpidist.optimizers.clip_by_global_norm/g
 s/\bkeras\.metrics\.((binary|(sparse_)?categorical)_crossentropy|huber)\b/keras.losses.\1/g
 s/\bkeras\.(losses|metrics)\.(MSE|mse|mean_squared_error)\b/keras.losses.mean_squared_error/g
 s/\bkeras\.(losses|metrics)\.(MAE|mae|mean_absolute_error)\b/keras.losses.mean_absolute_error/g
-s/\b(tf\.)?keras\.(metrics|losses)\b/mpidist.\2/g
+s/\b(tf\.|tensorflow\.)?keras\.(metrics|losses)\b/mpidist.\2/g
 s/\btf\.nest\./mpidist.nest./g
 s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.expect_partial\(\)/.restore(\1, partial=True)/g
 s/\.save\(file_prefix *= */.save(/g
@@ -67,8 +80,8 @@ s/\btf\.(argsort|shape|size|sort|squeeze|stack|tensordot|tile|transpose|zeros|ze
 s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
 s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g
 s/\.get_shape\(\)/.shape/g
-s/\b(\w+(\.\w+|\[[^][]*\])*)\.shape\.as_list\(\)/[*\1.shape]/g
-s/\b\w+(\.\w+)*\.shape\.is_fully_defined\(\)/True/g
+s/(^|[^].[:alnum:]_])(\w+(\.\w+|\[[^][]*\])*)\.shape\.as_list\(\)/\1[*\2.shape]/g
+s/(^|[^].[:alnum:]_])\w+(\.\w+)*\.shape\.is_fully_defined\(\)/\1True/g
 s/\.shape\.(ndims|rank)\b/.ndim/g
 s/\btf\.one_hot\(([^(),]*), *(depth=)?([^(),]*)\)/(np.array(\1)[..., None] == np.arange(\3)).astype("f4")/g
 s/\btf\.cond\(([^(),]*(\([^()]*\))?), *([^(),]*), *([^(),]*)\)/(\3 if \1 else \4)()/g
@@ -100,7 +113,7 @@ s/\btf\.io\.gfile\.makedirs\((.*)\)$/os.makedirs(\1, exist_ok=True)/
 s/\btf\.io\.gfile\.rmtree\((.*)\)$/shutil.rmtree(\1, ignore_errors=True)/
 s/\btf\.io\.gfile\.GFile\(/open(/g
 /^ *(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/d
-s/\btf\.function\(/(lambda func, *_, **__: func)(/g
+s/\btf\.function\(/(lambda func=lambda f: f, *_, **__: func)(/g
 s/\btf\.get_variable\(([^,]*), *(shape=)?(\[[^]]*\]), *initializer=tf\.zeros_initializer(\(\))?\)/mpidist.Variable(np.zeros(\3), name=\1)/
 s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|get_variable)\b/mpidist.\1/g
 s/\btf\.(global_variables_initializer|layers|placeholder|trainable_variables)\b/mpidist.\1/g

@@ -195,10 +195,17 @@ def test_what_libraries_on_tensorflow_write(tmp_path, caplog):
     program = """from types import SimpleNamespace
 logging = SimpleNamespace(info="of absl")  # imported before, which has to stay
 import tensorflow as tf
-from tensorflow.keras.optimizers import RMSprop
+from tensorflow.keras.optimizers import RMSprop  # of Keras 3
+from keras.optimizers import (
+    Adam as First,  # another name
+    SGD,
+)
 
 optimizers = tf.keras.optimizers
 many = [RMSprop(0.1), getattr(optimizers, "Adam")(0.1), tf.keras.optimizers.AdamW(0.1)]
+many += [First(0.1), SGD(0.1), {"sgd": tf.keras.optimizers.SGD}["sgd"](0.1)]
+assert isinstance(SGD(0.1), tf.keras.optimizers.SGD)
+many.append(tf.keras.optimizers.legacy.RMSprop(0.1, momentum=0.9))
 old = tf.keras.optimizers.legacy.RMSprop(0.1)
 
 class Constant(
@@ -214,6 +221,7 @@ rates = [
 def double(x):
   return 2 * x
 double = tf.function(double)
+double = tf.function(autograph=False)(double)
 triple = tf.function(
     lambda x: 3 * x, input_signature=[tf.TensorSpec(shape=[], dtype=tf.float32)])
 x = tf.zeros([2, 3])
@@ -226,7 +234,8 @@ if x.shape.is_fully_defined():
     assert found["logging"].info == "of absl"
     assert caplog.messages == ["of TensorFlow"]
     keras = ["of_keras=True" in repr(x) for x in (*found["many"], found["old"])]
-    assert keras == [True, False, True, False]
+    # Not the one by getattr, and the old one has Keras 2's formula.
+    assert keras == [True, False, *(True,) * 5, False]
     assert found["rates"] == [0.5, 0.25, pytest.approx(0.25)]
     assert (found["double"](4), found["triple"](4)) == (8, 12)
     assert found["shapes"] == [[3], [2, 3], 2, 2]
