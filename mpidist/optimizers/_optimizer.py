@@ -52,8 +52,8 @@ from mpidist.optimizers._state import Block, Numbers, State, counter
 
 _BUILD: Final = "Optimizer.build"
 _READ_ALONE: Final = (
-    "the first read of `optimizer.iterations` makes it, on all ranks; write `iterations "
-    "= optimizer.iterations` on all of them, before what one rank does"
+    "the first read of `optimizer.iterations` makes it, on all ranks; write "
+    "`iterations = optimizer.iterations` on all of them, before what one rank does"
 )
 _NAME: Final = "`name` to be a str"
 _STEP: Final = "write `global_step=step`"
