@@ -1,7 +1,7 @@
 """Notices: what ranks tell each other while they wait.
 
 A rank that waits for long posts a *notice* to all others: who it is, and what it waits
-for. Those that wait for the same then post theirs. So every waiting rank knows which
+for. Those that wait as well then post theirs. So every waiting rank knows which
 ranks wait as it does, and which are missing. A rank that gives up posts a last notice,
 by which the other waiting ranks give up as well. One that has given up and comes to the
 end of its program says so, too.
@@ -175,6 +175,13 @@ class Notices:
             if is_other and notice.sequence == sequence and notice.call == what:
                 times.append(now - came + notice.waited)
         return max(times)
+
+    def others_wait(self, sequence: int) -> bool:
+        """Whether another rank waits after the same header, in whatever call."""
+        return any(
+            notice.sequence == sequence and rank != self._comm.rank
+            for rank, notice in self._latest.items()
+        )
 
     @property
     def are_quiet(self) -> bool:

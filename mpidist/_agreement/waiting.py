@@ -62,7 +62,8 @@ class Waits:
         self._stall = stall_seconds
         self._stacks: Stacks | None = None
         self.watchdog: Watchdog = Watchdog(comm, stall_seconds)
-        # Of the wait that is looked at: its length, and what was done about it.
+        # Of the wait that is looked at: where, its length, and what was done about it.
+        self._place = ("", 0)
         self._waited = 0.0
         self._looked = self._posted = self._reported = self._came_late = False
         # The ranks whose data has not come; None while this rank waits for no data.
@@ -190,9 +191,10 @@ class Waits:
         shared, breakdown = self._shared, self._breakdown
         if shared.calls is not None:
             shared.calls.look(what, waited, shared.sequence + 1)
-        if waited < self._waited:  # another wait than last time
+        place = (what, shared.sequence)
+        if waited < self._waited or place != self._place:  # another wait than last time
             self._looked = self._posted = self._reported = self._came_late = False
-        self._waited = waited
+        self._place, self._waited = place, waited
         if shared.begun is not None:
             shared.begun.look()
         timeout = shared.timeout
@@ -203,10 +205,10 @@ class Waits:
         if breakdown.read_notices():
             return
         notices = breakdown.notices
-        longest = notices.longest_wait(what, shared.sequence)
+        longest = notices.longest_wait(*place)
         if not self._looked:  # a report on the others does not count this rank
             self._looked, self._came_late = True, longest > 0
-        if waited < post_after and not longest:
+        if waited < post_after and not notices.others_wait(shared.sequence):
             return
         wait = self._describe(what)
         if not self._posted:

@@ -1,5 +1,6 @@
 """What users read of jobs with many ranks: ranges of ranks, and not too many lines."""
 
+import contextlib
 import time
 
 import numpy as np
@@ -99,25 +100,32 @@ def test_the_stall_report_and_the_deadline(kind, monkeypatch, caplog):
         assert "\n  ranks 8-49, 51-63 waited in 55 other calls\n" in first
 
 
-def test_ranks_that_wait_for_a_shorter_time_are_not_missing(caplog):
+@pytest.mark.parametrize("elements", [1, 2])
+def test_ranks_that_wait_for_a_shorter_time_are_not_missing(caplog, elements):
     """As where many ranks share a core, and come one after the other."""
     waits = {}
 
     def program():
         strategy = mpidist.MPIStrategy()
         rank, group = strategy.replica_id, testing.current_group()
-        waits[rank] = group_of(strategy).guard.waits
-        waits[rank]._looked = False
-        waits[rank]._stall = 0.2 if rank == 0 else 1000.0
+        waits[rank] = mine = group_of(strategy).guard.waits
+        mine._stall = 0.2 if rank == 0 else 1000.0
+        mine._posted = rank == 1  # in an earlier wait, a short one
         group.all_gather(b"")
         end = time.monotonic() + 60
-        while rank == 0 and not waits[1]._looked and time.monotonic() < end:
+        while rank == 0 and "all_reduce" not in waits[1]._place[0]:
+            assert time.monotonic() < end
             time.sleep(0.01)
         while rank == 2 and not caplog.records and time.monotonic() < end:
             time.sleep(0.01)
-        strategy.run(lambda: reduce(1))
+        is_same = elements == 1
+        error = mpidist.CollectiveMismatchError
+        with contextlib.nullcontext() if is_same else pytest.raises(error):
+            strategy.run(lambda: reduce(elements if rank == 1 else 1))
 
     testing.run(3, program, timeout_seconds=120)
     (report,) = (one.getMessage() for one in caplog.records if one.name == "mpidist")
     assert report.startswith("mpidist: rank 2 did not come to call ")
-    assert ": ranks 0-1 waited in all_reduce SUM float64 (1,)" in report
+    both = "ranks 0-1 waited in all_reduce SUM float64 (1,)"
+    own = "rank 0 waited in all_reduce SUM float64 (1,); rank 1 waited in all_reduce "
+    assert f": {both if elements == 1 else own}" in report
