@@ -18,7 +18,7 @@ from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import compare_arrays
 from mpidist.torch._gradients import Named, check_op, reduce_gradients
-from mpidist.torch._overlap import Overlap
+from mpidist.torch._overlap import Overlap, set_hooks
 
 # `Any` for type checkers: an optimizer around one of another class replaces it in
 # `optimizer = DistributedOptimizer(optimizer)`.
@@ -103,6 +103,7 @@ class DistributedOptimizer(_AnyOptimizer):
         self._passes_per_step = passes
         self._passes = 0
         self._synchronized = False
+        self._hooks: dict[int, Any] = {}  # since `synchronize`
         self._max_norm = norm
         self._names: dict[int, str] = {
             id(p): name for name, p in named_parameters or ()
@@ -128,6 +129,12 @@ class DistributedOptimizer(_AnyOptimizer):
         # What torch.amp.GradScaler.step reads first. It would skip the step on a rank
         # whose own gradients are not finite, and the next step of that rank would meet
         # this one of the others: gradients of different batches, added without a word.
+        if self._max_norm is not None:
+            raise TypeError(
+                "GradScaler.step of a mpidist.torch.DistributedOptimizer: its "
+                "`max_norm` clips gradients that are still scaled; write "
+                "`torch.nn.utils.clip_grad_norm_` after `scaler.unscale_` instead"
+            )
         if self._synchronized:
             return False  # the scaler does it: it finds the same on all ranks
         raise TypeError(
@@ -176,13 +183,19 @@ class DistributedOptimizer(_AnyOptimizer):
         For what a program does with the gradients of all ranks before the step: to clip
         them, to log their norm, to undo the scale of a `torch.amp.GradScaler`. It is
         called after `backward` (Horovod's method of the same name). Collective, but
-        before the k-th backward pass it does nothing.
+        before the k-th backward pass it does nothing. The next backward pass has to be
+        followed by another call, also if the program leaves out the step.
         """
         if self._synchronized or self._passes + 1 < self._passes_per_step:
             return
         self._reduce(f"{type(self).__name__}.synchronize")
         self._passes = 0
         self._synchronized = True
+        set_hooks(self._hooks, self._named(), self._note)
+
+    def _note(self, _: torch.Tensor) -> None:
+        """Note that a backward pass has changed the gradients."""
+        self._synchronized = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, unless more passes are to be accumulated.

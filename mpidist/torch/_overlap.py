@@ -21,6 +21,7 @@ import dataclasses
 import logging
 import operator
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -157,19 +158,7 @@ class Overlap:
 
     def watch(self, named: Named) -> None:
         """Have torch call this object when a gradient is ready."""
-        reference = weakref.ref(self)
-
-        def ready(parameter: torch.Tensor) -> None:
-            this = reference()
-            if this is not None:
-                this._note(parameter)
-
-        known = {id(p) for _, p in named}
-        for key in [key for key in self._hooks if key not in known]:
-            self._hooks.pop(key).remove()
-        for _, p in named:
-            if id(p) not in self._hooks:
-                self._hooks[id(p)] = p.register_post_accumulate_grad_hook(ready)
+        set_hooks(self._hooks, named, self._note)
 
     def stop(self) -> None:
         """Have torch call nothing, until the next `reduce`."""
@@ -320,6 +309,31 @@ class Overlap:
                 "reduced twice. From now on they are reduced in `step`: overlap=False",
                 self._call,
             )
+
+
+def set_hooks(
+    hooks: dict[int, Any], named: Named, note: Callable[[torch.Tensor], None]
+) -> None:
+    """Have torch call a method when a gradient is ready, as long as its object lives.
+
+    Args:
+        hooks: those that were set before.
+        named: the parameters.
+        note: the method.
+    """
+    method = weakref.WeakMethod(note)
+
+    def ready(parameter: torch.Tensor) -> None:
+        this = method()
+        if this is not None:
+            this(parameter)
+
+    known = {id(p) for _, p in named}
+    for key in [key for key in hooks if key not in known]:
+        hooks.pop(key).remove()
+    for _, p in named:
+        if id(p) not in hooks:
+            hooks[id(p)] = p.register_post_accumulate_grad_hook(ready)
 
 
 def gradients_of(named: Named) -> list[torch.Tensor | None]:

@@ -249,6 +249,23 @@ def test_clipping_after_synchronize(strategy, rank, torch, mt, caplog, passes, o
     assert "synchronize" not in caplog.text
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_left_out_after_synchronize(strategy, rank, torch, mt, overlap):
+    """As a GradScaler does, in a loop that calls the module's zero_grad."""
+    model = torch.nn.Linear(3, 1)
+    mt.broadcast_parameters(model, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = mt.DistributedOptimizer(optimizer, strategy=strategy, overlap=overlap)
+    for number in range(4):
+        model.zero_grad()
+        model(torch.full((1, 3), float(rank + number))).sum().backward()
+        wrapped.synchronize()
+        assert model.weight.grad.tolist() == [[number + 0.5] * 3]
+        if number != 1:
+            wrapped.step()
+    mt.check_in_sync(model, strategy=strategy)
+
+
 @pytest.mark.parametrize("overlap", [False, None, True])
 def test_clipping_of_what_is_not_reduced_is_told(
     strategy, rank, torch, mt, caplog, overlap
@@ -489,6 +506,9 @@ def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt, wraps):
     backward(1.0)
     messages = raises_everywhere(TypeError, lambda: scaler.step(optimizer))
     assert all("`optimizer.synchronize()` after each" in text for text in messages)
+    clips = mt.DistributedOptimizer(inner, max_norm=1.0, strategy=strategy)
+    for text in raises_everywhere(TypeError, lambda: scaler.step(clips)):
+        assert "`torch.nn.utils.clip_grad_norm_` after `scaler.unscale_`" in text
     used = optimizer if wraps else inner
     before = bytes_of(model)
     for value in (1.0, float("inf") if rank == 1 else 1.0):
