@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
+import numpy as np
 
 from mpidist._base.cache import Cache
 from mpidist._base.expect import expect
@@ -130,13 +132,14 @@ def value_and_grad(
     if jit:
         local = jax.jit(local)
 
-    compared: list[ReplicaGroup] = []
+    # Threads that are replicas may share this function.
+    compared: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
 
     def reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         group = group_of_call(strategy, call)
         if group not in compared:
             _compare(group, args, argnums, call)
-            compared[:] = [group]
+            compared.add(group)
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
         tree = {"loss": loss, "gradients": gradients}
@@ -162,8 +165,9 @@ def _compare(
     group: ReplicaGroup, args: Sequence[Any], argnums: int | Sequence[int], call: str
 ) -> None:
     with group.guard.checking(call):
-        numbers = [argnums] if isinstance(argnums, int) else argnums
-        leaves, _ = _flatten([args[number] for number in numbers])
+        numbers = np.atleast_1d(argnums).tolist()
+        count = len(args)  # JAX says what is wrong with other numbers
+        leaves, _ = _flatten([args[n] for n in numbers if -count <= n < count])
     advice = "Before the first call copy rank 0's to all ranks: "
     advice += "`parameters = mpidist.jax.broadcast(parameters)`"
     compare_arrays(group, leaves, call, advice)

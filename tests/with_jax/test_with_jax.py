@@ -101,6 +101,33 @@ def test_parameters_that_differ_at_the_first_call(strategy, rank, jax, mj):
     step(mine, x[rank::2], y[rank::2])  # only the first call is compared
 
 
+def test_one_function_for_several_strategies_compares_once_for_each(
+    strategy, new_strategy, rank, mj
+):
+    """Threads that are replicas share a function, too."""
+    step = mj.value_and_grad(lambda p: p * p)
+    other = new_strategy()
+    for one in (strategy, other):
+        with one.scope():
+            step(1.0)
+    for one in (strategy, other):
+        with one.scope():
+            assert step(float(rank))[0] == 0.5
+
+
+def test_numbers_of_arguments(strategy, jax, mj):
+    one = jax.numpy.ones(2)
+    loss, _ = mj.value_and_grad(jax.numpy.vdot, np.int64(1), strategy=strategy)(
+        one, one
+    )
+    assert loss == 2
+    step = mj.value_and_grad(jax.numpy.vdot, 2, strategy=strategy)
+    assert all(
+        "3 positional" in text
+        for text in raises_everywhere(TypeError, lambda: step(one, one))
+    )
+
+
 def test_aux_and_argnums_with_uneven_rows(strategy, rank, jax, mj):
     x, y = make_rows(jax)
     p = parameters(jax)
