@@ -549,6 +549,9 @@ def test_arguments(arguments, kind, message):
         testing.run(*arguments)
 
 
+# A replica may be stopped in a callback of Python's garbage collector, such as that of
+# JAX, which another test has imported: Python then only reports the exception.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_many_programs_that_go_wrong_at_any_place():
     """A replica fails, leaves or is late at a place of its own: each run ends."""
     generator = random.Random(5)
