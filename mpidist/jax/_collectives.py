@@ -52,7 +52,8 @@ def all_reduce(
         CollectiveMismatchError: if structures, shapes or dtypes differ between ranks.
         RuntimeError: if no strategy is active.
     """
-    return _all_reduce(tree, op, strategy, "mpidist.jax.all_reduce")
+    call = "mpidist.jax.all_reduce"
+    return _all_reduce(tree, op, group_of_call(strategy, call), call)
 
 
 @explain_keywords("mpidist.jax.broadcast")
@@ -143,7 +144,7 @@ def value_and_grad(
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
         tree = {"loss": loss, "gradients": gradients}
-        tree = _all_reduce(tree, checked, strategy, call)
+        tree = _all_reduce(tree, checked, group, call)
         loss, gradients = tree["loss"], tree["gradients"]
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -151,9 +152,8 @@ def value_and_grad(
 
 
 def _all_reduce(
-    tree: PyTree, op: ReduceOp | str, strategy: Strategy | None, call: str
+    tree: PyTree, op: ReduceOp | str, group: ReplicaGroup, call: str
 ) -> PyTree:
-    group = group_of_call(strategy, call)
     with group.guard.checking(call):
         checked = as_reduce_op(op, call)
         leaves, structure = _flatten(tree)

@@ -185,7 +185,7 @@ class Overlap:
     def warn_of_changes(self, group: ReplicaGroup, named: Named) -> None:
         """Warn if the program has changed gradients before the first reduction."""
         found, self._found = self._found, {}
-        if group.replica_id or group.num_replicas == 1:
+        if not found or group.replica_id or group.num_replicas == 1:
             return
         if any(
             p.grad is not None
