@@ -159,6 +159,7 @@ def test_errors_before_the_write_are_raised_at_once(strategy, folder, rank):
     strategy.run(in_replica)
 
 
+@pytest.mark.guests
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_tensors_are_copied(tmp_path, monkeypatch, library):
     disk = Disk(monkeypatch)

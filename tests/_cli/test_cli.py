@@ -185,6 +185,7 @@ def test_info_without_mpirun(monkeypatch, capsys):
 def test_info_on_ranks(on_ranks):
     code, text = on_ranks[0]["info"]
     assert code == 0
+    assert not re.search(r"^problems ", text, re.M), text
     assert text.count("mpi4py  ") == 1
     assert "ranks        3 on 1 node" in text
     assert ": ranks 0-2, " in text

@@ -60,11 +60,14 @@ def folder(tmp_path):
 
 
 @pytest.mark.core
-def test_a_program_runs_on_more_ranks_than_cores(folder):
+def test_a_program_runs_on_more_ranks_than_cores_and_its_exit_code_is_that_of_run(
+    folder,
+):
+    """Also if `python` stands before the program, as after mpirun."""
     n = str(run_command.count_cores() + 1)
-    result = _run("-n", n, "program.py", "--rate", "a b", cwd=folder)
-    assert result.returncode == 0, result.stderr
-    assert f"ranks {n} arguments ['--rate', 'a b'] threads 1" in result.stdout
+    result = _run("-np", n, "python", "-m", "program", "--fail", "a b", cwd=folder)
+    assert result.returncode == 7, result.stderr
+    assert f"ranks {n} arguments ['--fail', 'a b'] threads 1" in result.stdout
     command = result.stderr.splitlines()[0].removeprefix("mpidist run: ")
     again = subprocess.run(
         ["/usr/bin/env", *shlex.split(command)],
@@ -76,14 +79,6 @@ def test_a_program_runs_on_more_ranks_than_cores(folder):
         timeout=100,
     )
     assert again.stdout == result.stdout
-
-
-@pytest.mark.core
-def test_the_exit_code_is_that_of_the_program(folder):
-    """Also if `python` stands before the program, as after mpirun."""
-    result = _run("-np", "2", "python", "-m", "program", "--fail", cwd=folder)
-    assert result.returncode == 7
-    assert "ranks 2 arguments ['--fail']" in result.stdout
 
 
 def _own_terminal(descriptor):

@@ -1,7 +1,7 @@
 """Prints, for each public call, the functions of MPI that rank 0 has called in it.
 
-The argument is the folder with the libraries of ``profile.c``. Each line is a JSON
-object: the call, what the library has counted, and what mpidist says.
+The library of ``profile.c`` is preloaded. Each line is a JSON object: the call, what
+the library has counted, and what mpidist says.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,17 +16,6 @@ from typing import Any
 import numpy as np
 
 import mpidist
-
-if "LD_PRELOAD" not in os.environ:  # only for ranks: mpirun is not made for it
-    import mpi4py
-
-    mpi4py.rc.initialize = False
-    from mpi4py import MPI
-
-    large = hasattr(ctypes.CDLL(MPI.__file__), "PMPI_Iallreduce_c")
-    path = os.path.join(sys.argv[1], "large.so" if large else "plain.so")
-    os.environ["LD_PRELOAD"] = path
-    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 library = ctypes.CDLL(os.environ["LD_PRELOAD"])
 library.profile_row.restype = ctypes.c_char_p

@@ -50,10 +50,23 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# Only for ranks: mpirun is not made for it.
+PRELOAD = """
+import ctypes, os, sys
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+folder, program = sys.argv[1:]
+large = hasattr(ctypes.CDLL(MPI.__file__), "PMPI_Iallreduce_c")
+os.environ["LD_PRELOAD"] = os.path.join(folder, "large.so" if large else "plain.so")
+os.execv(sys.executable, [sys.executable, program])
+"""
+
+
 def counts(libraries: Path, ranks: int, nodes: int, **env: str) -> dict[str, Any]:
     """Return what was counted of each call; it is what mpidist said."""
     settings = {"MPIDIST_SIMULATED_NODES": str(nodes), **env}
-    program = [str(HERE / "profiled_program.py"), str(libraries)]
+    program = ["-c", PRELOAD, libraries, HERE / "profiled_program.py"]
     result = run_ranks(ranks, program, timeout=200, env=settings)
     assert result.returncode == 0, result
     counted = {}

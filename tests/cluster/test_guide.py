@@ -11,6 +11,7 @@ from launching import ROOT, find_mpirun, run_command
 PAGES = ("launching", "slurm", "gpus", "troubleshooting")
 LINE = re.compile(r"^(?:\$ )?((?:mpirun|srun|sbatch|mpidist|export) .*)$", re.M)
 README = "tests/project/test_readme.py"
+CLI = "tests/_cli/test_cli.py"
 SLURM = "tests/slurm/test_batch_jobs.py"
 HOSTS = "tests/_collectives/test_hosts.py"
 GPU = "tests/_collectives/test_gpu_transports.py"
@@ -20,7 +21,9 @@ GPU = "tests/_collectives/test_gpu_transports.py"
 ELSEWHERE = [
     (r"mpirun -n 2 python (none|where|finish|visible)\.py", README, "def mpirun("),
     (r"mpidist run -n 2 examples/hello\.py", README, "def mpidist_run("),
-    (r"mpirun -n 2 mpidist bench --quick", "tests/_cli/test_bench.py", '"--quick")'),
+    (r"mpirun -n 2 mpidist bench --quick", "tests/_cli/test_bench.py", '"--quick"]'),
+    (r"mpirun -n \d mpidist check.*", CLI, '"check": ["check"'),
+    (r"mpirun -n \d mpidist info", CLI, '"info": ['),
     (r"sbatch .*", SLURM, "def test_the_commands_of_the_guide("),
     (r"mpidist sbatch --nodes 2 --nt.*", SLURM, "def test_the_commands_of_the_guide("),
     (r"srun -n 4 --mpi=pmix .*", SLURM, "def test_the_commands_of_the_guide("),
@@ -50,14 +53,6 @@ HELLO = [line for line in commands() if re.fullmatch(r"mpirun .* examples/.*", l
 OF_OPEN_MPI = [line for line in HELLO if line.startswith("mpirun --")]
 OF_MPICH = [line for line in HELLO if not line.startswith(("mpirun --", "mpirun -n"))]
 OF_BOTH = [line for line in HELLO if line.startswith("mpirun -n")]
-LOOKING = [line for line in commands() if re.match(r"mpirun .* (check|info)\b", line)]
-# What a check of a folder does without one, it does with one.
-LOOKING = [
-    line
-    for line in LOOKING
-    if not any(other.startswith(f"{line} --folder .") for other in LOOKING)
-    and "--folder checkpoints" not in line
-]
 
 
 HELLO_OF_MPI = """
@@ -70,13 +65,8 @@ def test_each_command_is_run():
     assert len(OF_OPEN_MPI) >= 4
     assert len(OF_MPICH) >= 3
     assert len(OF_BOTH) == 1
-    assert [line.split()[4:] for line in LOOKING] == [
-        ["check", "--folder", "."],
-        ["info"],
-    ]
-    run_here = {line.partition(" --folder")[0] for line in (*HELLO, *LOOKING)}
     for line in commands():
-        if line.partition(" --folder")[0] in run_here:
+        if line in HELLO:
             continue
         tests = [
             (path, text)
@@ -98,29 +88,9 @@ def test_the_commands_run(tmp_path):
     (tmp_path / "examples" / "hello.py").write_text(HELLO_OF_MPI)
     lines = OF_BOTH + (OF_OPEN_MPI if open_mpi else OF_MPICH)
     for line in lines:
-        done = run(line, tmp_path)
+        words = [find_mpirun(), *shlex.split(line)[1:]]
+        words[words.index("python")] = sys.executable
+        done = run_command(words, 100, cwd=tmp_path)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
         ranks = int(re.search(r"-n (\d+)", line)[1])
         assert done.stdout.count("hello from replica") == ranks, line
-
-
-@pytest.mark.parametrize("line", LOOKING)
-def test_what_looks_at_the_job_finds_nothing_wrong(tmp_path, line):
-    printed = run(line, tmp_path).stdout
-    if " check " in line:
-        assert printed.rstrip().endswith("all is well"), printed
-    else:
-        assert re.search(r"^ranks +4 on 1 node", printed, re.M), printed
-        assert not re.search(r"^problems ", printed, re.M), printed
-
-
-def run(line, folder):
-    """Run a line with mpirun and Python of this environment."""
-    words = [find_mpirun(), *shlex.split(line)[1:]]
-    if "python" in words:
-        words[words.index("python")] = sys.executable
-    else:
-        at = words.index("mpidist")
-        words[at : at + 1] = [sys.executable, "-m", "mpidist"]
-    done = run_command(words, 100, cwd=folder)
-    assert done.returncode == 0, (line, done.stdout, done.stderr)
-    return done

@@ -11,7 +11,7 @@ import pytest
 from tests import launching
 from tests.elastic import random_kills
 from tests.elastic.random_kills import PROGRAM, Ended
-from tests.replicas import fuzz_seeds
+from tests.replicas import fuzz_seeds, with_slow
 
 SECONDS = 100
 
@@ -52,7 +52,7 @@ def test_killed_in_a_commit(after):
 
 
 @survives
-@pytest.mark.parametrize("seed", fuzz_seeds(3))
+@pytest.mark.parametrize("seed", fuzz_seeds(3 if with_slow else 1))
 def test_killed_at_random(seed):
     ranks, settings = random_kills.draw(seed)
     job = train(ranks, **settings)

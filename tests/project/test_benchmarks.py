@@ -49,6 +49,7 @@ def test_the_benchmarks_of_developers_run(tmp_path):
     assert "BERT-base was left out: it is too large for a quick run." in record["notes"]
 
 
+@slow
 def test_ratios_of_simulated_nodes_side_by_side(tmp_path):
     path = tmp_path / "n.json"
     words = ["2,3", "1", path, "--quick", "--sizes", "4B,64KiB"]

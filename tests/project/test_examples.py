@@ -157,15 +157,6 @@ def test_train_with_torch_and_jax(tmp_path, library):
     assert sum(losses[-14:]) < 0.5 * sum(losses[:14])
 
 
-def test_train_digits_names_a_bad_argument(tmp_path):
-    pytest.importorskip("sklearn")
-    script = EXAMPLES / "train_digits.py"
-    arguments = ["--batch-size", "0"]
-    result = run_ranks(1, [script, *arguments], timeout=TIMEOUT, cwd=tmp_path)
-    assert result.returncode == 2
-    assert "argument --batch-size: invalid positive value: '0'" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "steps", "best"),
     [("train_elastic.py", 46, 85), rarely("train_torch_elastic.py", 58, 90)],
