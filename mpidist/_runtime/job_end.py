@@ -46,6 +46,8 @@ _OTHERS_TURN_SECONDS: Final = 1.0
 _FORWARD_SECONDS: Final = 0.3
 # How long the text of an uncaught exception may take if nobody reads standard error.
 _TELL_SECONDS: Final = 5.0
+# How long a rank whose text nobody reads waits for the turns of others that gave up.
+_UNREAD_SECONDS: Final = 10.0
 # How long a rank that was interrupted waits for the `finally` blocks of the others; and
 # then for the end by a launcher that interrupts all, or for the line of another.
 _CLEAN_UP_SECONDS: Final = 5.0
@@ -132,6 +134,9 @@ def end_job(
         with contextlib.suppress(Exception, SystemExit):
             show()  # in this thread: it may be a debugger
             sys.stderr.flush()
+    if reporting.is_stuck() and any(one.gave_up for one in breakdowns()):
+        time.sleep(_UNREAD_SECONDS)  # until another, which may be read, ends the job
+        _abort(1)
     _note_told()
     # MPICH's launcher forwards nothing after it learns of the abort: give it time.
     time.sleep(_FORWARD_SECONDS)

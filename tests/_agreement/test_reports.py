@@ -86,6 +86,8 @@ def test_the_deadline_ends_the_job_if_nobody_reads_stderr(abort, at):
     """
     result = run_job(body, MPIDIST_TIMEOUT_ABORT=abort)
     assert result.returncode != 0, result
+    # Rank 0, whose turn is before, leaves it to one that is read.
+    assert "CollectiveTimeoutError: [rank 2] rank 1 did not " in result.stderr, result
 
 
 def test_an_exception_ends_the_job_if_nobody_reads_stderr():
