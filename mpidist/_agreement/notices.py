@@ -32,6 +32,7 @@ _DELIVERY_SECONDS: Final = 10.0
 COLLECT_SECONDS: Final = 0.25
 """How long no notice has come when one of up to eight ranks says who is missing."""
 _MOST_COLLECT_SECONDS: Final = 2.0
+_MOST_QUIET_SECONDS: Final = 15.0  # where the notices came late, one by one
 
 # Groups of waiting ranks in a message, and those that share a line.
 _MOST_GROUPS: Final = 8
@@ -183,11 +184,19 @@ class Notices:
             for rank, notice in self._latest.items()
         )
 
-    @property
-    def are_quiet(self) -> bool:
-        """Whether none came of late: ranks that share cores post late, one by one."""
-        last = max(self._came.values(), default=0.0)
-        return time.monotonic() - last >= self._collect_seconds
+    def are_quiet(self, sequence: int) -> bool:
+        """Whether none came for as long as those after this header took to come.
+
+        Ranks that share cores post late, one by one.
+        """
+        came = [
+            came
+            for rank, came in self._came.items()
+            if self._latest[rank].sequence == sequence
+        ]
+        first, last = min(came, default=0.0), max(came, default=0.0)
+        quiet = max(self._collect_seconds, min(last - first, _MOST_QUIET_SECONDS))
+        return time.monotonic() - last >= quiet
 
     def waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
         """Return the ranks that wait as this one does, and those that do not."""

@@ -215,9 +215,10 @@ class Waits:
             notices.post(wait, waited=waited)
             self._posted = True
         longest = waited if self._came_late else max(waited, longest)
-        if not self._reported and longest >= self._stall and notices.are_quiet:
-            self._reported = True
-            self._report(wait, longest)
+        if not self._reported and longest >= self._stall:
+            self._reported = notices.are_quiet(shared.sequence)
+            if self._reported:
+                self._report(wait, longest)
         if timeout and waited >= timeout:
             raise breakdown.give_up_on(wait, self._why(wait, timeout))
 

@@ -9,6 +9,7 @@ from replicas import rarely, wait_for_reports
 
 import mpidist
 from mpidist import testing
+from mpidist._agreement import notices as notices_module
 from mpidist._strategy.strategy import group_of
 
 SIZE = 64
@@ -129,3 +130,20 @@ def test_ranks_that_wait_for_a_shorter_time_are_not_missing(caplog, elements):
     both = "ranks 0-1 waited in all_reduce SUM float64 (1,)"
     own = "rank 0 waited in all_reduce SUM float64 (1,); rank 1 waited in all_reduce "
     assert f": {both if elements == 1 else own}" in report
+
+
+def test_a_report_waits_for_as_long_as_the_notices_took(monkeypatch):
+    """Of ranks that share cores, the last may be late by as much as the others."""
+    monkeypatch.setattr(notices_module, "_MOST_QUIET_SECONDS", 1e9)
+
+    def program():
+        notices = group_of(mpidist.MPIStrategy()).guard.breakdown.notices
+        for rank in range(2):
+            notices._latest[rank] = notices_module.Notice(rank, 5, "step")
+        first = time.monotonic() - 3000
+        notices._came = {0: first, 1: first + 2000}
+        assert not notices.are_quiet(5)
+        notices._came = {0: first, 1: first + 1000}
+        assert notices.are_quiet(5)
+
+    testing.run(2, program)
