@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, nest
+from mpidist._base import backend, nest, reporting
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint_of
@@ -21,6 +22,7 @@ from mpidist._values.variable import Variable, array_of, storage_of
 
 _MOST_NAMED: Final = 5  # arrays, or ranks, in a message
 _DIGEST_BYTES: Final = 16
+_logger: Final = logging.getLogger("mpidist")
 
 
 def check_in_sync(variables: Nest) -> None:
@@ -134,6 +136,43 @@ def compare_arrays(
             f"{call}: tensors differ between ranks:\n{listed}\n{advice}",
         )
     )
+
+
+def compare_in_step(
+    group: ReplicaGroup,
+    number: int,
+    named: Callable[[], Mapping[str, Nest]],
+    call: str,
+    broadcast: str,
+) -> None:
+    """Compare parameters of all ranks, in steps 0, 1, 2, 4, 8, ... Collective.
+
+    Before the first step a difference raises OutOfSyncError; later, when unlike
+    processors may have rounded unlike, rank 0 logs a warning.
+
+    Args:
+        group: the ranks.
+        number: how many steps all ranks have made.
+        named: returns the parameters, by name.
+        call: the name of the call, for messages.
+        broadcast: the line that gives all ranks the same.
+    """
+    if number & (number - 1):
+        return
+    if number == 0:
+        advice = f"Before the first step copy rank 0's to all ranks: {broadcast}"
+        compare_arrays(group, named(), call, advice)
+        return
+    advice = (
+        f"They were the same before the first of {number} steps. Find what differs: a "
+        "learning rate (ReduceLROnPlateau needs a loss reduced over all ranks), or "
+        "what the program does to parameters and reduced gradients"
+    )
+    try:
+        compare_arrays(group, named(), call, advice)
+    except OutOfSyncError as error:
+        if group.replica_id == 0:
+            reporting.log(_logger, logging.WARNING, "mpidist: %s", error)
 
 
 class Difference(NamedTuple):

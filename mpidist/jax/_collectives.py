@@ -16,12 +16,13 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
-from mpidist._values.consistency import compare_arrays
+from mpidist._values.consistency import compare_in_step
 
 PyTree: TypeAlias = Any
 """Arrays and numbers in any containers that JAX knows."""
 
 _MOST_STRUCTURES: Final = 256
+_ADVICE: Final = "`parameters = mpidist.jax.broadcast(parameters)`"
 _names: Final[Cache[Any, list[str]]] = Cache(_MOST_STRUCTURES)
 
 
@@ -134,13 +135,15 @@ def value_and_grad(
         local = jax.jit(local)
 
     # Threads that are replicas may share this function.
-    compared: weakref.WeakSet[ReplicaGroup] = weakref.WeakSet()
+    steps: weakref.WeakKeyDictionary[ReplicaGroup, int] = weakref.WeakKeyDictionary()
 
     def reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         group = group_of_call(strategy, call)
-        if group not in compared:
-            _compare(group, args, argnums, call)
-            compared.add(group)
+        number = steps.get(group, 0)
+        compare_in_step(
+            group, number, lambda: _arguments(group, args, argnums, call), call, _ADVICE
+        )
+        steps[group] = number + 1
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
         tree = {"loss": loss, "gradients": gradients}
@@ -161,16 +164,15 @@ def _all_reduce(
     return structure.unflatten([results[name] for name in leaves])
 
 
-def _compare(
+def _arguments(
     group: ReplicaGroup, args: Sequence[Any], argnums: int | Sequence[int], call: str
-) -> None:
+) -> dict[str, Any]:
+    """Return the arrays to differentiate by, by their names."""
     with group.guard.checking(call):
         numbers = np.atleast_1d(argnums).tolist()
         count = len(args)  # JAX says what is wrong with other numbers
         leaves, _ = _flatten([args[n] for n in numbers if -count <= n < count])
-    advice = "Before the first call copy rank 0's to all ranks: "
-    advice += "`parameters = mpidist.jax.broadcast(parameters)`"
-    compare_arrays(group, leaves, call, advice)
+    return leaves
 
 
 def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:

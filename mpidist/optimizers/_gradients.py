@@ -70,9 +70,12 @@ def as_gradient(
     if x.dtype != array.dtype:
         of_int = kind == "number" and x.dtype.kind == "i"
         if backend.number_kind(x.dtype) != "f" and not of_int:
+            write = f"gradient.astype({array.dtype.name!r})"
+            if x.dtype.kind == "c":
+                write = "gradient.real"
             raise TypeError(
                 f"{call}: expected dtype {array.dtype.name}, got {backend.describe(x)}"
-                f"; write `gradient.astype({array.dtype.name!r})`"
+                f"; write `{write}`"
             )
         x = x.astype(array.dtype)
     return backend.contiguous(x)

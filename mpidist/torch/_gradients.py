@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpidist._base import backend, guests
 from mpidist._base.expect import expect
@@ -15,6 +16,7 @@ from mpidist._base.types import Array
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
+from mpidist._values.consistency import compare_in_step
 
 Parameters: TypeAlias = "torch.nn.Module | Iterable[torch.nn.Parameter]"
 """A module, or parameters in the same order on all ranks."""
@@ -27,6 +29,9 @@ Sums: TypeAlias = dict[str, Any]
 # No parameter has these names: those of modules have no spaces.
 PRESENT: Final = "which parameters have a gradient"
 FLAGS: Final = "flags of the ranks"
+BROADCAST: Final = "`mpidist.torch.broadcast_parameters(module)`"
+
+_calls: Final = WeakIdKeyDictionary()  # of `all_reduce_gradients`, by a parameter
 
 
 def all_reduce_gradients(
@@ -57,6 +62,7 @@ def all_reduce_gradients(
     Raises:
         TypeError, ValueError: for other operations and arguments, and for sparse
             gradients (write ``Embedding(..., sparse=False)``).
+        OutOfSyncError: by the first call, if parameters differ between ranks.
         CollectiveMismatchError: if names, dtypes or shapes differ between ranks.
         RuntimeError: if no strategy is active.
     """
@@ -65,6 +71,9 @@ def all_reduce_gradients(
     with group.guard.checking(call):
         checked = check_op(op, call)
         named = named_parameters(module, call)
+    number = _calls.get(named[0][1], 0)
+    compare_in_step(group, number, lambda: dict(named), call, BROADCAST)
+    _calls[named[0][1]] = number + 1
     reduce_gradients(group, named, checked, call)
 
 

@@ -11,14 +11,14 @@ import torch
 from mpidist._base import backend
 from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.remedies import explain_keywords
+from mpidist._base.remedies import explain_keywords, missing_name
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
-from mpidist._values.consistency import compare_arrays
-from mpidist.torch._gradients import Named, check_op, reduce_gradients
-from mpidist.torch._overlap import Overlap, set_hooks
+from mpidist._values.consistency import compare_in_step
+from mpidist.torch._gradients import BROADCAST, Named, check_op, reduce_gradients
+from mpidist.torch._overlap import Overlap, set_hooks, warn
 
 # `Any` for type checkers: an optimizer around one of another class replaces it in
 # `optimizer = DistributedOptimizer(optimizer)`.
@@ -39,9 +39,10 @@ class DistributedOptimizer(_AnyOptimizer):
         optimizer: the optimizer of the module's parameters.
         op: MEAN or SUM, see `all_reduce_gradients`.
         backward_passes_per_step: the number k of backward passes whose gradients are
-            accumulated, without communication. Then `step` and `zero_grad` do nothing
-            after the first k - 1 passes; after pass k the gradients, divided by k, are
-            reduced and the step is made. So k batches act as one of k times the rows.
+            accumulated, without communication. `step` and `zero_grad` are called after
+            each, and do nothing after the first k - 1; after pass k the gradients,
+            divided by k, are reduced and the step is made. So k batches act as one of k
+            times the rows. Horovod's `step` comes once after k passes: 1 here.
         max_norm: if given, the reduced gradients are scaled so that their global norm
             is at most this, by `torch.nn.utils.clip_grad_norm_`.
         overlap: whether gradients are reduced during the backward pass, as soon as 4 MB
@@ -112,6 +113,8 @@ class DistributedOptimizer(_AnyOptimizer):
         if strategy is None and context.has_strategy():
             self._strategy = get_strategy()
         self._compared: ReplicaGroup | None = None
+        self._steps = 0  # since then
+        self._told = False
         self._overlap = Overlap(self._op, f"{call}.step")
         self._overlap.watch(self._named())
 
@@ -119,7 +122,21 @@ class DistributedOptimizer(_AnyOptimizer):
         # What the base class's constructor would have set, and the subclass's own.
         if name == "_optimizer":
             raise AttributeError(name)
-        return getattr(self._optimizer, name)
+        try:
+            found = getattr(self._optimizer, name)
+        except AttributeError as error:
+            owner = "mpidist.torch.DistributedOptimizer"
+            raise missing_name(owner, str(error), name) from None
+        unreduced = self._passes == 0 < self._overlap.passes
+        if unreduced and callable(found) and not self._told:
+            self._told = True
+            kind = type(self._optimizer).__name__
+            warn(
+                f"`{name}` of {kind} gets this rank's own gradients. Write "
+                "`optimizer.synchronize()` after each backward pass",
+                type(self).__name__,
+            )
+        return found
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r})"
@@ -137,6 +154,14 @@ class DistributedOptimizer(_AnyOptimizer):
             )
         if self._synchronized:
             return False  # the scaler does it: it finds the same on all ranks
+        k = self._passes_per_step
+        if k > 1:
+            raise TypeError(
+                "GradScaler.step of a mpidist.torch.DistributedOptimizer with "
+                f"backward_passes_per_step={k}: leave that out, divide the loss by {k},"
+                " and call `synchronize`, the scaler's methods and `zero_grad` after "
+                f"the last of {k} passes"
+            )
         raise TypeError(
             "GradScaler.step of a mpidist.torch.DistributedOptimizer: each rank would "
             "skip a step by its own gradients; write `optimizer.synchronize()` after "
@@ -167,8 +192,10 @@ class DistributedOptimizer(_AnyOptimizer):
                     f"{call}: a closure cannot be used with backward_passes_per_step="
                     f"{self._passes_per_step}; accumulate inside the closure"
                 )
+            self._compare(group_of_call(self._strategy, call), call)
             return self._optimizer.step(self._reduced(closure, call))
         if not self._synchronized:
+            self._check_passes(call)
             self._passes += 1
             if self._passes < self._passes_per_step:
                 return None
@@ -206,7 +233,23 @@ class DistributedOptimizer(_AnyOptimizer):
         """
         if self._passes == 0:
             self._synchronized = False
+            self._overlap.restart()
             self._optimizer.zero_grad(set_to_none)
+
+    def _check_passes(self, call: str) -> None:
+        """Check that the program calls `step` after each pass, if it counts them."""
+        k, passes = self._passes_per_step, self._overlap.passes
+        if self._passes or not 1 < k <= passes:
+            return
+        with group_of_call(self._strategy, call).guard.checking(call):
+            raise ValueError(
+                f"{call}: with backward_passes_per_step={k}, `step` and `zero_grad` "
+                f"are called after each backward pass, and the last of {k} calls "
+                f"makes a step; got {passes} passes before the first call. If all "
+                "passes of a step come before its `step`, as in Horovod or with "
+                "`no_sync`, leave backward_passes_per_step out: the gradients are "
+                "their sum. For several losses write `(loss_a + loss_b).backward()`"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer."""
@@ -234,28 +277,37 @@ class DistributedOptimizer(_AnyOptimizer):
     def _reduced(self, closure: Callable[[], Any], call: str) -> Callable[[], Any]:
         def reduced() -> Any:
             loss = closure()
-            self._reduce(call)
+            self._reduce(call, compares=False)  # the optimizer may have moved them
             group = group_of_call(self._strategy, call)
             return group.all_reduce(self._op, loss, None, f"{call}: the loss")
 
         return reduced
 
-    def _reduce(self, call: str) -> None:
+    def _reduce(self, call: str, *, compares: bool = True) -> None:
         group = group_of_call(self._strategy, call)
         named = self._named()
         self._overlap.warn_of_changes(group, named)
-        if self._compared is not group:
-            advice = "Before the first step copy rank 0's parameters to all ranks: "
-            advice += "`mpidist.torch.broadcast_parameters(module)`"
-            compare_arrays(group, dict(named), call, advice)
-            self._compared = group
+        first = self._compared is not group
+        if first and compares:
+            self._compare(group, call)
         if self._overlaps(group):
             self._overlap.reduce(group, named, self._passes_per_step)
         else:
             self._overlap.stop()
             reduce_gradients(group, named, self._op, call, self._passes_per_step)
+        if compares and not first:  # now all ranks have begun the same buckets
+            self._compare(group, call)
         if self._max_norm is not None:
             torch.nn.utils.clip_grad_norm_([p for _, p in named], self._max_norm)
+
+    def _compare(self, group: ReplicaGroup, call: str) -> None:
+        """Compare the parameters of all ranks, in some steps. Collective."""
+        if self._compared is not group:
+            self._compared, self._steps = group, 0
+        compare_in_step(
+            group, self._steps, lambda: dict(self._named()), call, BROADCAST
+        )
+        self._steps += 1
 
     def _overlaps(self, group: ReplicaGroup) -> bool:
         """Return whether gradients are reduced during the backward pass.

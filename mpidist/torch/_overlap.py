@@ -30,7 +30,7 @@ import torch
 from mpidist._agreement.begun import CollectiveHandle
 from mpidist._base import reporting
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._runtime import begun
+from mpidist._runtime import begun, interruptions
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.torch._gradients import (
     FLAGS,
@@ -151,7 +151,7 @@ class Overlap:
         self._op, self._call = op, call
         self._plan: _Plan | None = None
         self._ready: dict[int, int] = {}  # since the last step: how often, in order
-        self._found: dict[int, tuple[torch.Tensor | None, int]] = {}  # then
+        self._found: dict[int, tuple[torch.Tensor | None, int, str]] = {}  # then
         self._hooks: dict[int, Any] = {}
         self._redone = 0  # steps in which buckets were stale, one after the other
         self._holds = False
@@ -171,16 +171,30 @@ class Overlap:
         plan = self._plan
         if plan is None:
             self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
-            self._found[id(parameter)] = _with_version(parameter.grad)
+            gradient = parameter.grad
+            self._found[id(parameter)] = (*_with_version(gradient), _sum_of(gradient))
             return
         if plan.failures != plan.group.guard.reports.failures:
             self._forget()  # the ranks have not begun the same buckets
             return
-        can_begin = plan.note(parameter)
-        while can_begin and not self._holds:
-            self._begin(plan)
-            bucket = plan.buckets[plan.next]
-            can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
+        try:
+            can_begin = plan.note(parameter)
+            while can_begin and not self._holds:
+                self._begin(plan)
+                bucket = plan.buckets[plan.next]
+                can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
+        except BaseException as error:
+            interruptions.left(plan.group, self._call, error)
+            raise
+
+    @property
+    def passes(self) -> int:
+        """How many backward passes were noted before the first reduction."""
+        return max(self._ready.values(), default=0)
+
+    def restart(self) -> None:
+        """Forget these passes: the program forgets their gradients."""
+        self._ready = {}
 
     def warn_of_changes(self, group: ReplicaGroup, named: Named) -> None:
         """Warn if the program has changed gradients before the first reduction."""
@@ -190,10 +204,13 @@ class Overlap:
         if any(
             p.grad is not None
             and id(p) in found
-            and not _is_same(p.grad, *found[id(p)])
+            and not (
+                _is_same(p.grad, *found[id(p)][:2])
+                and _sum_of(p.grad) == found[id(p)][2]
+            )
             for _, p in named
         ):
-            _warn(
+            warn(
                 "the program has changed gradients after the backward pass, before "
                 "they are reduced: a norm that is clipped there is that of a rank's "
                 "own. Write `optimizer.synchronize()` before the change, or `max_norm`",
@@ -303,7 +320,7 @@ class Overlap:
             return
         self._holds = True
         if plan.group.replica_id == 0:
-            _warn(
+            warn(
                 "in two successive steps gradients have changed after they were ready "
                 "(by the program, or by backward passes of another number), and were "
                 "reduced twice. From now on they are reduced in `step`: overlap=False",
@@ -345,6 +362,11 @@ def _with_version(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     return x, 0 if x is None else _version_of(x)
 
 
+def _sum_of(x: torch.Tensor | None) -> str:
+    """Return a sum, which shows changes that torch does not count: by ``.data``."""
+    return "" if x is None else repr(x.detach().sum().item())
+
+
 def _is_same(
     now: torch.Tensor | None, before: torch.Tensor | None, version: int
 ) -> bool:
@@ -352,5 +374,6 @@ def _is_same(
     return now is before and (now is None or _version_of(now) == version)
 
 
-def _warn(text: str, call: str) -> None:
+def warn(text: str, call: str) -> None:
+    """Log a warning of a call."""
     reporting.log(_logger, logging.WARNING, f"mpidist: %s: {text}", call)

@@ -321,6 +321,12 @@ def test_indexed_slices_are_refused(strategy):
         strategy.run(lambda: SGD(0.5).apply_gradients([(rows, a)]))
 
 
+def test_complex_gradients_of_real_variables():
+    w = mpidist.Variable(np.zeros(2))
+    with pytest.raises(TypeError, match=r"write `gradient\.real`"):
+        SGD(0.5).apply_gradients([(np.ones(2, complex), w)])
+
+
 @core_on_ranks
 def test_gradients_that_are_reduced_already(strategy, size):
     with strategy.scope():

@@ -71,7 +71,8 @@ def texts() -> Iterator[tuple[str, str, str]]:
             yield call, name, keyword["write"]
 
 
-OWNERS = [owner for owner in ATTRIBUTES if owner != "mpidist.torch"]  # in with_torch
+OF_TORCH = "mpidist.torch"  # in with_torch
+OWNERS = [owner for owner in ATTRIBUTES if not owner.startswith(OF_TORCH)]
 OWNERS += ["Dataset"]  # whose names are those of its module
 METHODS = {"assert_cardinality", "cardinality", "take_while", "unbatch"}
 

@@ -266,9 +266,10 @@ def test_a_step_left_out_after_synchronize(strategy, rank, torch, mt, overlap):
     mt.check_in_sync(model, strategy=strategy)
 
 
+@pytest.mark.parametrize("data", [False, True])
 @pytest.mark.parametrize("overlap", [False, None, True])
 def test_clipping_of_what_is_not_reduced_is_told(
-    strategy, rank, torch, mt, caplog, overlap
+    strategy, rank, torch, mt, caplog, overlap, data
 ):
     model = make_model(torch)
     wrapped = mt.DistributedOptimizer(
@@ -277,7 +278,11 @@ def test_clipping_of_what_is_not_reduced_is_told(
     for _ in range(3):
         wrapped.zero_grad()
         loss_of(torch, model, *mine(rank, *make_rows(torch))).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if data:  # which torch does not count
+            for p in model.parameters():
+                p.grad.data.clamp_(-1e-3, 1e-3)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         wrapped.step()
     wait_for_reports()
     if rank == 0:
@@ -366,6 +371,7 @@ def test_wrong_arguments(strategy, rank, torch, mt):
     x = torch.ones(2)
     sgd = torch.optim.SGD(model.parameters())
     embedding = torch.nn.Embedding(4, 2, sparse=True)
+    mt.broadcast_parameters(embedding, strategy=strategy)
     embedding(torch.tensor([1])).sum().backward()
 
     def wrapper(*args, **kwargs):
@@ -528,6 +534,110 @@ def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt, wraps):
             before = bytes_of(model)
     assert bytes_of(model) == before
     assert everywhere(scaler.get_scale()) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_learning_rates_that_differ_are_told(
+    strategy, rank, torch, mt, caplog, overlap
+):
+    """As those of ReduceLROnPlateau, by a loss of each rank."""
+    model = make_model(torch)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = mt.DistributedOptimizer(inner, strategy=strategy, overlap=overlap)
+    for number in range(5):
+        inner.param_groups[0]["lr"] = 0.1 + (rank if number == 2 else 0)
+        train(torch, model, wrapped, [mine(rank, *make_rows(torch))])
+    wait_for_reports()
+    if rank == 0:
+        assert caplog.text.count("before the first of 4 steps") == 1
+        assert "ReduceLROnPlateau" in caplog.text
+
+
+def test_all_reduce_gradients_compares_parameters(strategy, rank, torch, mt, caplog):
+    model = make_model(torch, seed=rank)
+    loss_of(torch, model, *mine(rank, *make_rows(torch))).backward()
+    reduce = lambda: mt.all_reduce_gradients(model, strategy=strategy)  # noqa: E731
+    for text in raises_everywhere(mpidist.OutOfSyncError, reduce):
+        assert "`mpidist.torch.broadcast_parameters(module)`" in text
+    mt.broadcast_parameters(model, strategy=strategy)
+    for _ in range(5):
+        reduce()
+    wait_for_reports()
+    assert "differ" not in caplog.text
+
+
+def test_passes_as_in_horovod(strategy, rank, torch, mt):
+    """There `step` comes once after k passes, and is always made."""
+    model = make_model(torch)
+    optimizer = mt.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        backward_passes_per_step=2,
+        strategy=strategy,
+    )
+    optimizer.zero_grad()
+    for _ in range(2):
+        loss_of(torch, model, *mine(rank, *make_rows(torch))).backward()
+    for text in raises_everywhere(ValueError, optimizer.step):
+        assert "leave backward_passes_per_step out" in text
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    for text in raises_everywhere(TypeError, lambda: scaler.step(optimizer)):
+        assert "after the last of 2 passes" in text
+    with pytest.raises(AttributeError, match="leave it out"):
+        optimizer.skip_synchronize  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'SGD' object has no attribute 'other'$"):
+        optimizer.other  # noqa: B018
+
+
+class Perturbing:
+    """Methods of an optimizer that takes two gradients for a step (SAM)."""
+
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["before"] = p.data.clone()
+            p.data.add_(p.grad, alpha=0.01)
+
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["before"].sub(p.grad, alpha=0.1)
+
+    def step(self, closure):
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_other_methods_of_an_optimizer(
+    strategy, rank, torch, mt, caplog, closure, synchronizes
+):
+    model = make_model(torch)
+    kind = type("Sam", (Perturbing, torch.optim.Optimizer), {})
+    optimizer = mt.DistributedOptimizer(kind(model.parameters(), {}), strategy=strategy)
+
+    def backward():
+        optimizer.zero_grad()
+        loss = loss_of(torch, model, *mine(rank, *make_rows(torch)))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        for name in ("first_step", "second_step"):
+            backward()
+            if synchronizes:
+                optimizer.synchronize()
+            if closure:
+                optimizer.step(backward)
+                break
+            getattr(optimizer, name)()
+    wait_for_reports()
+    if synchronizes or closure:
+        assert "differ" not in caplog.text
+        mt.check_in_sync(model, strategy=strategy)
+    if rank == 0:
+        told = not (closure or synchronizes)
+        assert caplog.text.count("of Sam gets this rank's own") == told
 
 
 def test_calls_that_are_begun(strategy, torch, rank, size):
