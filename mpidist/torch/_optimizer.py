@@ -128,7 +128,8 @@ class DistributedOptimizer(_AnyOptimizer):
             owner = "mpidist.torch.DistributedOptimizer"
             raise missing_name(owner, str(error), name) from None
         unreduced = self._passes == 0 < self._overlap.passes
-        if unreduced and callable(found) and not self._told:
+        silent = self._told or (self._strategy and self._strategy.replica_id)
+        if unreduced and callable(found) and not silent:
             self._told = True
             kind = type(self._optimizer).__name__
             warn(
