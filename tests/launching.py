@@ -45,6 +45,12 @@ _SETTINGS = {
 # one's turn to speak, on a busy machine too.
 ONLY_THE_FIRST = "from mpidist._runtime import job_end; job_end._TURN_SECONDS = 60.0"
 
+# The rank that fails ends the job before the others, which raise because of it, give up
+# waiting for that, on a busy machine too.
+ONLY_WHO_FAILS = (
+    "from mpidist._runtime import job_end; job_end._OTHERS_FIRST_SECONDS = 60.0"
+)
+
 # For programs that fork: from Python 3.12 on os.fork warns of the threads that MPI has.
 FORKS = {"PYTHONWARNINGS": "ignore:This process (pid=:DeprecationWarning"}
 

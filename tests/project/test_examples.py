@@ -115,13 +115,12 @@ def test_kmeans(tmp_path):
 def test_train_digits(tmp_path):
     pytest.importorskip("sklearn")
     picture = tmp_path / "new folder" / "training.png"
-    result = run_example(
-        "train_digits.py", "--output", picture, "--losses", "l.json", cwd=tmp_path
-    )
+    options = ["--epochs", "6", "--output", picture, "--losses", "l.json"]
+    result = run_example("train_digits.py", *options, cwd=tmp_path)
     output = result.stdout
     the_match(r"replicas +2, with \w+ arrays", output)
     accuracy = the_match(r"test accuracy +(\S+)%", output)[1]
-    assert float(accuracy) >= 96
+    assert float(accuracy) >= 90  # test_readme has that of all epochs
     rate = the_match(r"samples per second +([\d,]+)", output)[1]
     assert int(rate.replace(",", "")) > 0
     share = the_match(r"communicating +(\d+)% of the time", output)[1]
@@ -130,14 +129,14 @@ def test_train_digits(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     losses = json.loads((tmp_path / "l.json").read_text())
-    assert len(losses) == 20 * 15
-    assert sum(losses[-15:]) < 0.1 * sum(losses[:15])
+    assert len(losses) == 6 * 15
+    assert sum(losses[-15:]) < 0.2 * sum(losses[:15])
     # Lines, and no bar, since stderr is no terminal.
     assert "\r" not in result.stderr
     lines = re.findall(
-        r"^epoch (\d+) of 20: test accuracy \d\d\.\d%$", result.stderr, re.M
+        r"^epoch (\d+) of 6: test accuracy \d\d\.\d%$", result.stderr, re.M
     )
-    assert lines == [str(n) for n in range(1, 21)]
+    assert lines == [str(n) for n in range(1, 7)]
 
 
 @slow
