@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Mapping
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeVar
 
+from mpidist._base.memory import PAGE
 from mpidist._base.options import (
     COMPRESSIONS,
     LARGEST_NUMBER,
@@ -43,6 +45,97 @@ class AllReduceChoice(NamedTuple):
         return f"{'iallgather' if self.gathers else 'iallreduce'}:{self.in_flight}"
 
 
+_FLAGS: Final = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_LEVELS: Final = {**{text: int(flag) for text, flag in _FLAGS.items()}, "2": 2}
+_IMPLEMENTATIONS: Final = {x.name.lower(): x for x in CommunicationImplementation}
+_COMPRESSIONS: Final = {name: name for name in COMPRESSIONS}
+
+
+# --- how a variable is read: given its name, and the value if it is not set ---------
+
+
+def _text_of(name: str) -> str:
+    return os.environ.get(name, "").strip().lower()
+
+
+def _error(name: str, expected: str) -> ValueError:
+    text = _text_of(name)
+    return ValueError(
+        f"the environment variable {name} is {text!r:.80}; expected {expected}"
+    )
+
+
+def _choice(name: str, default: _T, values: Mapping[str, _T], expected: str = "") -> _T:
+    """Return the value that a variable names; the default if it is not set, or auto."""
+    text = _text_of(name)
+    if text in values:
+        return values[text]
+    if text in ("", "auto"):
+        return default
+    known = "1 or 0" if values is _FLAGS else f"one of {', '.join(values)}"
+    raise _error(name, f"{expected or known}, or unset it")
+
+
+def _flag(name: str, default: bool | None) -> bool | None:
+    return _choice(name, default, _FLAGS)
+
+
+def _allreduce(name: str, default: None) -> AllReduceChoice | None:
+    text = _text_of(name)
+    if text in ("", "auto"):
+        return default
+    match = re.fullmatch(r"(iallreduce|iallgather)(?::([0-9]{1,4}))?", text)
+    in_flight = int(match[2] or 1) if match else 0
+    if match is None or not 1 <= in_flight <= MOST_IN_FLIGHT:
+        raise _error(
+            name,
+            f"iallreduce:K or iallgather:K, where K, from 1 to {MOST_IN_FLIGHT}, is "
+            "how many are in progress at a time, or auto",
+        )
+    return AllReduceChoice(match[1] == "iallgather", in_flight)
+
+
+def _number(name: str, default: float) -> float:
+    text = _text_of(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= LARGEST_NUMBER:  # nor NaN
+        raise _error(name, f"a number from 0 to {LARGEST_NUMBER:,.0f}, or unset it")
+    return value
+
+
+def _mebibytes(name: str, default: int) -> int:
+    return int(_number(name, default / 2**20) * 2**20)
+
+
+def _pages(name: str, default: int) -> int:
+    """Return a size in whole pages, and not too few."""
+    return max(_mebibytes(name, default) // PAGE * PAGE, SMALLEST_STAGING_BYTES)
+
+
+def _nodes(name: str, default: int) -> int:
+    return max(1, int(_number(name, default)))
+
+
+def _path(name: str, default: str) -> str:
+    return os.environ.get(name, default).strip()
+
+
+def _variable(
+    read: Callable[..., object], name: str, default: object, *how: object
+) -> Any:
+    """Return a field that is set by a variable; without it by ``default``."""
+    reads = functools.partial(read, f"MPIDIST_{name}", default, *how)
+    return dataclasses.field(default=default, metadata={"read": reads})
+
+
 @dataclasses.dataclass(frozen=True)
 class Environment:
     """The values of the environment variables ``MPIDIST_*``.
@@ -76,22 +169,24 @@ class Environment:
             none is recorded.
     """
 
-    abort: bool = True
-    alone: bool = False
-    cuda_aware: bool | None = None
-    guard: bool = True
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
-    timeout_abort: bool = False
-    stall_seconds: float = DEFAULT_STALL_SECONDS
-    bytes_per_pack: int = DEFAULT_BYTES_PER_PACK
-    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
-    allreduce: AllReduceChoice | None = None
-    staging_bytes: int = DEFAULT_STAGING_BYTES
-    compression: Compression = "none"
-    error_feedback: bool = False
-    simulated_nodes: int = 1
-    trace: int = 0
-    timeline: str = ""
+    abort: bool = _variable(_flag, "ABORT", True)
+    alone: bool = _variable(_flag, "ALONE", False)
+    cuda_aware: bool | None = _variable(_flag, "CUDA_AWARE", None)
+    guard: bool = _variable(_flag, "GUARD", True)
+    timeout_seconds: float = _variable(_number, "TIMEOUT", DEFAULT_TIMEOUT_SECONDS)
+    timeout_abort: bool = _variable(_flag, "TIMEOUT_ABORT", False)
+    stall_seconds: float = _variable(_number, "STALL_SECONDS", DEFAULT_STALL_SECONDS)
+    bytes_per_pack: int = _variable(_mebibytes, "FUSION_MB", DEFAULT_BYTES_PER_PACK)
+    implementation: CommunicationImplementation = _variable(
+        _choice, "IMPLEMENTATION", CommunicationImplementation.AUTO, _IMPLEMENTATIONS
+    )
+    allreduce: AllReduceChoice | None = _variable(_allreduce, "ALLREDUCE", None)
+    staging_bytes: int = _variable(_pages, "STAGING_MB", DEFAULT_STAGING_BYTES)
+    compression: Compression = _variable(_choice, "COMPRESSION", "none", _COMPRESSIONS)
+    error_feedback: bool = _variable(_flag, "ERROR_FEEDBACK", False)
+    simulated_nodes: int = _variable(_nodes, "SIMULATED_NODES", 1)
+    trace: int = _variable(_choice, "TRACE", 0, _LEVELS, "0, 1 or 2")
+    timeline: str = _variable(_path, "TIMELINE", "")
 
 
 def read_environment() -> Environment:
@@ -100,37 +195,8 @@ def read_environment() -> Environment:
     Raises:
         ValueError: if a value is invalid; the message names the variable.
     """
-    default = Environment()
-    staging = _mebibytes("MPIDIST_STAGING_MB", default.staging_bytes)
-    return Environment(
-        abort=_choice("MPIDIST_ABORT", _FLAGS, default.abort),
-        alone=_choice("MPIDIST_ALONE", _FLAGS, default.alone),
-        cuda_aware=_choice("MPIDIST_CUDA_AWARE", _FLAGS, default.cuda_aware),
-        guard=_choice("MPIDIST_GUARD", _FLAGS, default.guard),
-        timeout_seconds=_number("MPIDIST_TIMEOUT", default.timeout_seconds),
-        timeout_abort=_choice("MPIDIST_TIMEOUT_ABORT", _FLAGS, default.timeout_abort),
-        stall_seconds=_number("MPIDIST_STALL_SECONDS", default.stall_seconds),
-        bytes_per_pack=_mebibytes("MPIDIST_FUSION_MB", default.bytes_per_pack),
-        implementation=_choice(
-            "MPIDIST_IMPLEMENTATION",
-            {item.name.lower(): item for item in CommunicationImplementation},
-            default.implementation,
-        ),
-        allreduce=_allreduce("MPIDIST_ALLREDUCE"),
-        # Whole pages, and not too few.
-        staging_bytes=max(staging // 4096 * 4096, SMALLEST_STAGING_BYTES),
-        compression=_choice(
-            "MPIDIST_COMPRESSION",
-            {name: name for name in COMPRESSIONS},
-            default.compression,
-        ),
-        error_feedback=_choice(
-            "MPIDIST_ERROR_FEEDBACK", _FLAGS, default.error_feedback
-        ),
-        simulated_nodes=max(1, int(_number("MPIDIST_SIMULATED_NODES", 1))),
-        trace=_choice("MPIDIST_TRACE", _LEVELS, default.trace, "0, 1 or 2"),
-        timeline=os.environ.get("MPIDIST_TIMELINE", "").strip(),
-    )
+    fields = dataclasses.fields(Environment)
+    return Environment(**{one.name: one.metadata["read"]() for one in fields})
 
 
 def debugging() -> bool:
@@ -140,64 +206,3 @@ def debugging() -> bool:
     """
     text = os.environ.get("MPIDIST_DEBUG", "").strip().lower()
     return text not in ("", "0", "auto", "false", "no", "off")
-
-
-_FLAGS: Final = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-_LEVELS: Final = {**{text: int(flag) for text, flag in _FLAGS.items()}, "2": 2}
-
-
-def _text_of(name: str) -> str:
-    return os.environ.get(name, "").strip().lower()
-
-
-def _choice(name: str, values: Mapping[str, _T], default: _T, expected: str = "") -> _T:
-    """Return the value that a variable names; the default if it is not set, or auto."""
-    text = _text_of(name)
-    if text in values:
-        return values[text]
-    if text in ("", "auto"):
-        return default
-    known = "1 or 0" if values is _FLAGS else f"one of {', '.join(values)}"
-    raise _error(name, f"{expected or known}, or unset it")
-
-
-def _error(name: str, expected: str) -> ValueError:
-    text = _text_of(name)
-    return ValueError(
-        f"the environment variable {name} is {text!r:.80}; expected {expected}"
-    )
-
-
-def _allreduce(name: str) -> AllReduceChoice | None:
-    text = _text_of(name)
-    if text in ("", "auto"):
-        return None
-    match = re.fullmatch(r"(iallreduce|iallgather)(?::([0-9]{1,4}))?", text)
-    in_flight = int(match[2] or 1) if match else 0
-    if match is None or not 1 <= in_flight <= MOST_IN_FLIGHT:
-        raise _error(
-            name,
-            f"iallreduce:K or iallgather:K, where K, from 1 to {MOST_IN_FLIGHT}, is "
-            "how many are in progress at a time, or auto",
-        )
-    return AllReduceChoice(match[1] == "iallgather", in_flight)
-
-
-def _mebibytes(name: str, default: int) -> int:
-    return int(_number(name, default / 2**20) * 2**20)
-
-
-def _number(name: str, default: float) -> float:
-    text = _text_of(name)
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= LARGEST_NUMBER:  # nor NaN
-        raise _error(name, f"a number from 0 to {LARGEST_NUMBER:,.0f}, or unset it")
-    return value
