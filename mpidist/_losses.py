@@ -6,15 +6,15 @@ divides its loss by the number of rows of the whole step.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from typing import NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 
 from mpidist._base import backend, guests, nest
-from mpidist._base.guests import Guest
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import Array, Nest, Shape
+from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
@@ -54,8 +54,7 @@ def global_batch_size(batch: Nest) -> int:
         )
     if frame.level is context.Level.REPLICA:
         return _sum_of_rows(frame.group, batch)
-    total: int = dispatch.perform(frame.group, _SIZE, batch)
-    return total
+    return dispatch.perform(frame.group, _SIZE, batch)
 
 
 @dispatch.operation(_SIZE)
@@ -79,8 +78,7 @@ def _sum_of_rows(group: ReplicaGroup, batch: Nest) -> int:
     collectives = group.collectives
     with collectives.guard.checking(_SIZE):
         rows = _rows_of(batch, group)
-    total: int = collectives.all_reduce(ReduceOp.SUM, rows, call=_SIZE)
-    return total
+    return collectives.all_reduce(ReduceOp.SUM, rows, call=_SIZE)
 
 
 def _rows_of(batch: Nest, group: ReplicaGroup) -> int:
@@ -148,30 +146,25 @@ def compute_average_loss(
             "one replica; call it in the function that you pass to `strategy.run`, and "
             'add up the shares with `strategy.reduce("SUM", losses, axis=None)`'
         )
-    ask = global_batch_size is None
-    collectives = frame.group.collectives
-    total = 0
-    if guests.kind_of(per_example_loss) is not None:
-        return _share_with_gradient(
-            frame.group, per_example_loss, sample_weight, global_batch_size
-        )
-    try:
-        losses = backend.as_array(_listed(per_example_loss, _LOSS), _LOSS)[0]
+    group, ask = frame.group, global_batch_size is None
+    losses, total = per_example_loss, 0
+    is_guest = guests.kind_of(losses) is not None
+    with dispatch.checking(group, _LOSS) if ask else contextlib.nullcontext():
+        if not is_guest:
+            losses = backend.as_array(_listed(losses, _LOSS), _LOSS)[0]
         if losses.ndim == 0:
             raise ValueError(
-                f"{_LOSS}: expected one loss per example, got "
-                f"{backend.describe(losses)}; leave out the mean over the examples"
+                f"{_LOSS}: expected one loss per example, got {losses.dtype} (); leave "
+                "out the mean over the examples"
             )
         if sample_weight is not None:
             losses = losses * _expand(sample_weight, losses)
         if not ask:
             total = _as_rows(global_batch_size)
-    except Exception as error:
-        if not ask:
-            raise
-        collectives.invalid(_LOSS, error)
     if ask:
-        total = _sum_of_rows(frame.group, losses)
+        total = _sum_of_rows(group, losses)
+    if is_guest:  # by functions of its library, also of no rows: the 0 has a gradient
+        return losses.sum() / total if total else losses[:0].sum()
     return _share(losses, total)
 
 
@@ -216,65 +209,23 @@ def scale_regularization_loss(regularization_loss: Nest) -> Nest:
     return _share(loss, frame.group.num_replicas)
 
 
-def _share_with_gradient(
-    group: ReplicaGroup,
-    losses: Guest,
-    sample_weight: Nest,
-    global_batch_size: SupportsIndex | None,
-) -> Guest:
-    """Return the share by functions of torch or JAX, which record gradients."""
-    ask = global_batch_size is None
-    total = 0
-    try:
-        if losses.ndim == 0:
-            raise ValueError(
-                f"{_LOSS}: expected one loss per example, got {losses.dtype} (); leave "
-                "out the mean over the examples"
-            )
-        if sample_weight is not None:
-            losses = losses * _expand_guest(sample_weight, losses)
-        if not ask:
-            total = _as_rows(global_batch_size)
-    except Exception as error:
-        if not ask:
-            raise
-        group.collectives.invalid(_LOSS, error)
-    if ask:
-        total = _sum_of_rows(group, losses)
-    # Of no rows, so that the 0 has a gradient.
-    return losses.sum() / total if total else losses[:0].sum()
-
-
-def _expand_guest(sample_weight: Nest, losses: Guest) -> Guest:
-    weights = sample_weight
-    library = guests.kind_of(losses)
-    if library is not None and guests.kind_of(weights) != library:
+def _expand(sample_weight: Nest, losses: Any) -> Any:
+    """Return the weights in the library of the losses, with as many axes."""
+    weights, library = sample_weight, guests.kind_of(losses)
+    if library is None or guests.kind_of(weights) != library:
         array, kind = backend.as_array(_listed(weights, _LOSS), _LOSS)
-        if kind == "number":
-            return weights
-        weights = guests.restore(array.copy(), library)
-    shape = tuple(weights.shape)
-    _check_weights(shape, tuple(losses.shape), str(weights.dtype))
-    return weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
-
-
-def _check_weights(weights: Shape, losses: Shape, dtype: str) -> None:
-    if weights != losses[: len(weights)]:
+        if kind == "number" or (library is None and not array.shape):
+            return array.item()  # which does not change the dtype of the losses
+        weights = array if library is None else guests.restore(array.copy(), library)
+    own, shape = tuple(weights.shape), tuple(losses.shape)
+    if own != shape[: len(own)]:
         raise ValueError(
             f"{_LOSS}: expected `sample_weight` to be a number, or of shape "
-            f"{losses} or its leading axes, got {dtype} {weights}"
+            f"{shape} or its leading axes, got {weights.dtype} {own}"
         )
-
-
-def _expand(sample_weight: Nest, losses: Array) -> Nest:
-    weights = backend.as_array(_listed(sample_weight, _LOSS), _LOSS)[0]
-    shape = tuple(weights.shape)
-    _check_weights(shape, tuple(losses.shape), weights.dtype.name)
-    if not shape:  # a number, which does not change the dtype of the losses
-        return weights.item()
-    expanded = weights.reshape(shape + (1,) * (losses.ndim - len(shape)))
-    is_float = backend.number_kind(losses.dtype) == "f"
-    return expanded.astype(losses.dtype) if is_float else expanded
+    weights = weights.reshape(own + (1,) * (len(shape) - len(own)))
+    is_float = library is None and backend.number_kind(losses.dtype) == "f"
+    return weights.astype(losses.dtype) if is_float else weights
 
 
 def _as_rows(rows: object) -> int:
