@@ -121,8 +121,7 @@ class CollectiveHandle(Generic[_T]):
             if self._check is not None:
                 check, self._check = self._check, None
                 check()
-            value: _T = self._value
-            return value
+            return self._value
         except BaseException as error:
             if error is not self._error:
                 guard.interrupted(self._name, error)

@@ -34,6 +34,11 @@ from mpidist._mpi import survival
 from mpidist._mpi.any_communicator import AnyCommunicator
 
 _UNUSABLE: Final = "this strategy cannot be used any more"
+_ALONE: Final = (
+    "merge_fn runs on this rank alone, so it cannot take part in a collective call of "
+    "the replicas, nor can a thread that it starts, and it cannot close the strategy; "
+    "call the methods of the `strategy` that it got"
+)
 
 
 class State(enum.Enum):
@@ -79,13 +84,13 @@ class Checking:
 
     Args:
         fail: tells all ranks of an exception (`Guard.fail`); returns what to raise.
-        call: the name of the call.
+        call: its name, if its arguments are checked; else the call.
     """
 
     __slots__ = ("_call", "_fail")
 
     def __init__(
-        self, fail: Callable[[Call, BaseException], BaseException], call: str
+        self, fail: Callable[[Call, BaseException], BaseException], call: str | Call
     ) -> None:
         self._fail = fail
         self._call = call
@@ -95,7 +100,10 @@ class Checking:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            found = self._fail(Call(f"{self._call} with invalid arguments"), error)
+            call = self._call
+            if isinstance(call, str):
+                call = Call(f"{call} with invalid arguments")
+            found = self._fail(call, error)
             if found is not error:
                 raise found
 
@@ -133,9 +141,9 @@ class Breakdown:
         self._shared.blocked = True
 
     def error(self) -> RuntimeError:
-        """Return what the calls of a broken strategy raise."""
-        text = on_rank(self._comm.rank, self.why)
-        if self.state is State.CLOSED:
+        """Return what the calls of a strategy raise that cannot be used now."""
+        text = on_rank(self._comm.rank, self.why or _ALONE)
+        if self.state in (State.CLOSED, State.ALONE):
             return RuntimeError(text)
         if self.state is State.LOST:
             return ReplicaLostError(text, self._lost, self._shared.call.text)

@@ -133,7 +133,7 @@ def open_channel(comm: Communicator, shared: Channel | None) -> Channel:
         return ExchangeChannel(headers)
     headers.wait = _wait_for_header
     comm.traffic.core = headers
-    return headers  # type: ignore[no-any-return]
+    return headers
 
 
 def _wait_for_header(between: _native.Between) -> None:

@@ -44,7 +44,7 @@ from mpidist._agreement.channel import (
 from mpidist._agreement.mismatch import Call, ErrorKind
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
-from mpidist._base.errors import CollectiveError, is_interruption, on_rank, was_told
+from mpidist._base.errors import CollectiveError, is_interruption, was_told
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._timeline.observer import NOTHING
 
@@ -300,15 +300,7 @@ class Guard(SharedState):
         if breakdown.state is State.ALONE and self.before_call is not None:
             self.before_call()
         if breakdown.state is State.ALONE:
-            raise RuntimeError(
-                on_rank(
-                    self._comm.rank,
-                    "merge_fn runs on this rank alone, so it cannot take part in a "
-                    "collective call of the replicas, nor can a thread that it starts, "
-                    "and it cannot close the strategy; call the methods of the "
-                    "`strategy` that it got",
-                )
-            )
+            raise breakdown.error()
 
     def check_late(self) -> None:
         """Raise if the others have given up on this rank while it was away."""
@@ -383,10 +375,13 @@ class Guard(SharedState):
                 span.raised = type(found).__name__
         return found
 
-    def checking(self, call: str) -> Checking:
-        """Return a context in which this rank alone checks the arguments of a call.
+    def checking(self, call: str | Call) -> Checking:
+        """Return a context in which this rank alone checks, or prepares, a call.
 
         All ranks raise what that raises (`fail`).
+
+        Args:
+            call: its name, if its arguments are checked; else the call.
         """
         return Checking(self.fail, call)
 

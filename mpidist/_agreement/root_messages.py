@@ -136,7 +136,7 @@ class RootMessages:
             if part == LEFT:
                 raise LeftError(ring.who)
             if part[:1] == b"\1" and not parts:
-                return part[1:]  # type: ignore[no-any-return]
+                return part[1:]
             parts.append(part[1:])
             if part[:1] == b"\1":
                 return b"".join(parts)

@@ -96,7 +96,7 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
             guard.leave_section()
     if found is not None:
         raise found
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def join(guard: Guard, call: Call, section: SectionResult) -> BaseException | None:

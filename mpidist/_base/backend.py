@@ -1,115 +1,28 @@
-"""Arrays on the host and on a GPU; the only user of CuPy.
+"""Arrays on the host and on a GPU.
 
-CuPy is imported only to look for a GPU when a strategy is made. Whether an
-object is a CuPy array is decided by ``sys.modules``: if CuPy has not been
-imported there are no CuPy arrays.
+Whether an object is a CuPy array is decided by ``sys.modules``: if CuPy has not been
+imported (`gpus`) there are no CuPy arrays.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import numbers
 import sys
-import types
-import warnings
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mpidist._base import guests
-from mpidist._base.expect import expect
+from mpidist._base import gpus, guests
 from mpidist._base.types import Array, DeviceArray, DType, HostArray, Nest, Shape
 
 LeafKind = Literal["array", "scalar", "number", "torch", "jax"]
 ArrayModule: TypeAlias = Any
 """NumPy or CuPy, which has no types."""
-Stream: TypeAlias = Any
-"""A `cupy.cuda.Stream`."""
-Event: TypeAlias = Any
-"""A `cupy.cuda.Event`."""
 
 _A = TypeVar("_A", bound=Array)
 _MANTISSA_OF_X87: Final = 63
 _REAL_AND_COMPLEX: Final = "biufc"
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The device of a replica's arrays: the host, or one GPU."""
-
-    kind: Literal["cpu", "gpu"]
-    index: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
-
-    def name_on(self, rank: int) -> str:
-        """Return the device string, in the style of TensorFlow."""
-        return f"/rank:{rank}/device:{self.kind.upper()}:{self.index}"
-
-    @property
-    def array_module(self) -> ArrayModule:
-        """NumPy or CuPy."""
-        if self.kind == "gpu":
-            return sys.modules["cupy"]
-        return np
-
-    def activate(self) -> None:
-        """Make this the current device of the thread."""
-        if self.kind == "gpu":
-            sys.modules["cupy"].cuda.Device(self.index).use()
-
-
-def select_device(request: Any, local_rank: int) -> Device:
-    """Return the device that ``"auto"``, ``"gpu:1"`` and the like mean.
-
-    Args:
-        request: "auto", "cpu", "gpu" or "gpu:K".
-        local_rank: this rank's number on its node; GPUs are assigned round-robin.
-
-    Raises:
-        TypeError, ValueError: if the request is invalid.
-        RuntimeError: if the request is "gpu" and CuPy or the GPU is missing.
-    """
-    call, what = "MPIStrategy", '`device` to be "auto", "cpu", "gpu" or "gpu:K"'
-    expect(isinstance(request, str), call, what, request)
-    kind, _, index = request.lower().partition(":")
-    if request.lower() == "cpu":
-        return Device("cpu")
-    fits = kind in ("auto", "gpu") and (not index or index.isdigit())
-    expect(fits, call, what, request, error=ValueError)
-    if kind == "auto" and index:
-        raise ValueError(f'MPIStrategy: write device="gpu:{index}", not {request!r}')
-    count, reason = count_gpus()
-    if count == 0:
-        if kind == "auto":
-            return Device("cpu")
-        raise RuntimeError(
-            f'MPIStrategy: device={request!r}, but {reason}; write device="cpu", or '
-            "install the extra `cuda12` or `cuda13` on a machine with a GPU"
-        )
-    chosen = int(index) if index else local_rank % count
-    if chosen >= count:
-        raise ValueError(
-            f"MPIStrategy: device={request!r}, but this machine has {count} GPU(s), "
-            f"numbered from 0"
-        )
-    return Device("gpu", chosen)
-
-
-def count_gpus() -> tuple[int, str]:
-    """Return the number of GPUs, and the reason if it is 0."""
-    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
-        return 0, "CuPy is not installed"
-    try:
-        import cupy
-
-        count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as error:  # a broken CuPy or driver counts as none
-        return 0, f"CuPy finds no GPU ({type(error).__name__}: {error})"
-    return count, "" if count else "CuPy finds no GPU"
 
 
 def seed(number: int) -> None:
@@ -185,16 +98,12 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
             f"{call}: got a masked array, whose mask would be lost; write "
             "`x.filled(value)`, or reduce data and mask as two arrays"
         )
-    if isinstance(x, np.ndarray):
+    if isinstance(x, (np.ndarray, np.generic)):
         array = np.asarray(x)
         check_dtype(array.dtype, call)
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
-        return array, "array"
-    if isinstance(x, np.generic):
-        array = np.asarray(x)
-        check_dtype(array.dtype, call)
-        return array, "scalar"
+        return array, "array" if isinstance(x, np.ndarray) else "scalar"
     if isinstance(x, (bool, int, float, complex)):
         array = np.asarray(x)
         # NumPy converts ints beyond int64 to uint64, whose sums would wrap.
@@ -295,8 +204,7 @@ def contiguous(x: _A) -> _A:
     flags = x.flags
     if flags.c_contiguous:
         return x if getattr(flags, "aligned", True) else x.copy()
-    copied: _A = module_of(x).ascontiguousarray(x)
-    return copied
+    return module_of(x).ascontiguousarray(x)
 
 
 def flat(x: _A) -> _A:
@@ -306,8 +214,7 @@ def flat(x: _A) -> _A:
 
 def empty_like(x: Array, shape: Shape, dtype: npt.DTypeLike) -> Array:
     """Return a new array on the device of ``x``."""
-    made: Array = module_of(x).empty(shape, dtype)
-    return made
+    return module_of(x).empty(shape, dtype)
 
 
 def to_host(x: Array) -> HostArray:
@@ -322,10 +229,9 @@ def like(x: Array, host: Array) -> Array:
     return sys.modules["cupy"].asarray(host) if is_device_array(x) else host
 
 
-def place(host: Array, device: Device) -> Array:
+def place(host: Array, device: gpus.Device) -> Array:
     """Return the values of a NumPy array as an array on a device."""
-    made: Array = device.array_module.asarray(host)
-    return made
+    return device.array_module.asarray(host)
 
 
 def fill(target: Array, values: Array) -> None:
@@ -349,7 +255,7 @@ def synchronize(x: Array) -> None:
     wait for the stream itself (driver API, "Stream synchronization behavior").
     """
     if is_device_array(x):
-        current_stream().record(new_event()).synchronize()
+        gpus.current_stream().record(gpus.new_event()).synchronize()
 
 
 def as_bytes(x: _A) -> _A:
@@ -375,68 +281,10 @@ def value_bytes(x: _A) -> _A:
 def from_bytes(raw: _A, dtype: DType, shape: Shape) -> _A:
     """View uint8 as an array of a dtype and shape."""
     if raw.size == 0:
-        empty: _A = module_of(raw).empty(shape, dtype)
-        return empty
+        return module_of(raw).empty(shape, dtype)
     return raw.view(dtype).reshape(shape)
 
 
 def describe(x: Array) -> str:
     """Return for example ``float32 (3, 4)``."""
     return f"{x.dtype.name} {tuple(x.shape)}"
-
-
-# --- streams and page-locked memory, for copies beside other work -------------------
-
-
-def pinned_empty(count: int, dtype: npt.DTypeLike) -> HostArray:
-    """Return a NumPy array in page-locked memory, for copies to and from a GPU."""
-    cupyx = importlib.import_module("cupyx")
-    made: HostArray = cupyx.empty_pinned(count, dtype)
-    return made
-
-
-def current_stream() -> Stream:
-    """Return CuPy's current stream, on which this thread queues kernels."""
-    return sys.modules["cupy"].cuda.get_current_stream()
-
-
-def new_event() -> Event:
-    """Return an event of the current GPU; it counts as complete until recorded."""
-    return sys.modules["cupy"].cuda.Event(disable_timing=True)
-
-
-def start_copy_to_host(x: DeviceArray, host: HostArray, stream: Stream) -> None:
-    """Queue a copy of ``x`` into page-locked memory of its dtype and shape."""
-    x.get(stream=stream, out=host, blocking=False)
-
-
-def start_copy_to_device(host: HostArray, x: DeviceArray, stream: Stream) -> None:
-    """Queue a copy of page-locked memory into ``x``, of its dtype and shape."""
-    x.set(host, stream=stream)
-
-
-def gpu_bus_id(device: Device) -> str:
-    """Return the PCI address of a GPU, which does not depend on its number."""
-    return str(sys.modules["cupy"].cuda.Device(device.index).pci_bus_id)
-
-
-def nccl_module() -> types.ModuleType:
-    """Return CuPy's NCCL.
-
-    Raises:
-        ImportError: if the library is missing.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy's warning, which the error repeats
-        module = importlib.import_module("cupy.cuda.nccl")
-    if not module.available:
-        raise ImportError(
-            "CuPy does not find libnccl; `pip install nvidia-nccl-cu12` (or -cu13) "
-            "brings it"
-        )
-    return module
-
-
-def address(x: DeviceArray) -> int:
-    """Return the address of a CuPy array on its GPU."""
-    return int(x.data.ptr)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from mpidist._base import backend, nest
+from mpidist._base import backend, gpus, nest
 from mpidist._base.environment import Environment
 from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationImplementation
@@ -81,27 +81,21 @@ class Decision:
 
 def look(
     wanted: CommunicationImplementation,
-    device: backend.Device,
+    device: gpus.Device,
     host_name: str,
     environment: Environment,
 ) -> Finding:
     """Return what this rank finds. Does not raise if something is missing."""
-    finding = Finding(
-        wanted=wanted.name,
-        kind=device.kind,
-        index=device.index,
-        cuda_aware=environment.cuda_aware,
-    )
-    if device.kind != "gpu":
-        return finding
-    gpu = no_nccl = ""
-    try:
-        gpu = f"{host_name} {backend.gpu_bus_id(device)}"
-        backend.nccl_module()
-    except Exception as error:  # of CUDA, or of an incompatible library
-        no_nccl = f"{error}"
-    queried = query_cuda_support() if environment.cuda_aware is None else ""
-    return dataclasses.replace(finding, gpu=gpu, queried=queried, no_nccl=no_nccl)
+    gpu = queried = no_nccl = ""
+    if device.kind == "gpu":
+        try:
+            gpu = f"{host_name} {gpus.gpu_bus_id(device)}"
+            gpus.nccl_module()
+        except Exception as error:  # of CUDA, or of an incompatible library
+            no_nccl = f"{error}"
+        queried = query_cuda_support() if environment.cuda_aware is None else ""
+    known = device.index, gpu, environment.cuda_aware, queried, no_nccl
+    return Finding(wanted.name, device.kind, *known)
 
 
 def decide(findings: Sequence[Finding]) -> Decision:
@@ -183,7 +177,7 @@ class Devices:
     """The transports of a strategy's GPU buffers, each made at its first use."""
 
     def __init__(
-        self, comm: AnyCommunicator, device: backend.Device, environment: Environment
+        self, comm: AnyCommunicator, device: gpus.Device, environment: Environment
     ) -> None:
         self._comm = comm
         self._device = device

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpidist._base import backend
+from mpidist._base import backend, gpus
 from mpidist._base.types import DeviceArray, DType
 from mpidist._mpi.communicator import AnyCommunicator, MPIOp
 
@@ -76,7 +76,7 @@ class NcclTransport:
         rank: int,
         count: Callable[[str, int], None],
     ) -> None:
-        self._nccl = backend.nccl_module()
+        self._nccl = gpus.nccl_module()
         self._communicator = communicator
         self._rank = rank
         self._count = count
@@ -93,12 +93,12 @@ class NcclTransport:
         found = self._find(send.dtype, op)
         if found is not None and send.size:
             self._communicator.allReduce(
-                backend.address(send),
-                backend.address(receive),
+                gpus.address(send),
+                gpus.address(receive),
                 send.size * found.parts,
                 found.type,
                 found.op,
-                backend.current_stream().ptr,
+                gpus.current_stream().ptr,
             )
             self._count("ncclAllReduce", send.nbytes)
 
@@ -106,7 +106,7 @@ class NcclTransport:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
         found = self._find(buffer.dtype, op)
         if found is not None and buffer.size:
-            where = backend.address(buffer)
+            where = gpus.address(buffer)
             self._communicator.reduce(
                 where,
                 where,  # NCCL writes it on the root alone
@@ -114,21 +114,21 @@ class NcclTransport:
                 found.type,
                 found.op,
                 root,
-                backend.current_stream().ptr,
+                gpus.current_stream().ptr,
             )
             self._count("ncclReduce", buffer.nbytes)
 
     def broadcast(self, buffer: DeviceArray, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
         if buffer.size:
-            where = backend.address(buffer)
+            where = gpus.address(buffer)
             self._communicator.broadcast(
                 where,
                 where,
                 buffer.nbytes,
                 self._nccl.NCCL_UINT8,
                 root,
-                backend.current_stream().ptr,
+                gpus.current_stream().ptr,
             )
             self._count("ncclBroadcast", buffer.nbytes)
 
@@ -140,22 +140,22 @@ class NcclTransport:
         If ranks have different numbers of bytes it is a group of broadcasts, as in
         NCCL's user guide ("Group Calls"): NCCL has no all-gather for them.
         """
-        stream = backend.current_stream().ptr
+        stream = gpus.current_stream().ptr
         byte = self._nccl.NCCL_UINT8
         if sum(counts) == 0:
             return
         self._count("ncclAllGather", send.nbytes)
         if len(set(counts)) == 1:
             self._communicator.allGather(
-                backend.address(send), backend.address(receive), counts[0], byte, stream
+                gpus.address(send), gpus.address(receive), counts[0], byte, stream
             )
             return
-        start = backend.address(receive)
+        start = gpus.address(receive)
         self._nccl.groupStart()
         try:
             for root, count in enumerate(counts):
                 if count:
-                    source = backend.address(send) if root == self._rank else start
+                    source = gpus.address(send) if root == self._rank else start
                     self._communicator.broadcast(
                         source, start, count, byte, root, stream
                     )
@@ -182,7 +182,7 @@ class NcclTransport:
 
     def close(self) -> None:
         """Destroy the communicator after all queued work is done. Collective."""
-        backend.current_stream().synchronize()
+        gpus.current_stream().synchronize()
         self._communicator.destroy()
 
     def abort(self) -> None:
@@ -202,7 +202,7 @@ class NcclTransport:
 
 
 def connect(
-    comm: AnyCommunicator, device: backend.Device, timeout_seconds: float | None
+    comm: AnyCommunicator, device: gpus.Device, timeout_seconds: float | None
 ) -> tuple[NcclCommunicator | None, str]:
     """Make a communicator of NCCL, and test it. Collective.
 
@@ -220,7 +220,7 @@ def connect(
     data = b""
     if comm.rank == 0:
         try:
-            data = _pack_id(backend.nccl_module().get_unique_id())
+            data = _pack_id(gpus.nccl_module().get_unique_id())
         except Exception as error:
             data = _FAILED + f"{type(error).__name__}: {error}".encode()
     data = comm.all_gather_objects(data)[0]
@@ -232,7 +232,7 @@ def connect(
     def make() -> None:
         try:
             device.activate()
-            nccl = backend.nccl_module()
+            nccl = gpus.nccl_module()
             made.append(nccl.NcclCommunicator(comm.size, _unpack_id(data), comm.rank))
             _try_sum(made[0], nccl, comm.size, device)
         except Exception as error:
@@ -280,11 +280,11 @@ def _try_sum(
     communicator: NcclCommunicator,
     nccl: types.ModuleType,
     size: int,
-    device: backend.Device,
+    device: gpus.Device,
 ) -> None:
     """Sum ones over the ranks: only the first call makes NCCL connect them."""
     x = device.array_module.ones(1, np.float32)
-    where, stream = backend.address(x), backend.current_stream()
+    where, stream = gpus.address(x), gpus.current_stream()
     communicator.allReduce(
         where, where, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr
     )

@@ -98,7 +98,7 @@ class AnyCommunicator:
                 failure = MemoryError if other[:1] == b"M" else RuntimeError
                 reason = f"{what} failed on rank {culprit}: {other[1:].decode()}"
                 raise as_told(failure(on_rank(self.rank, reason)))
-        return result  # type: ignore[no-any-return]
+        return result
 
     def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
         """Copy ``send``, if it is given, into ``receive``."""

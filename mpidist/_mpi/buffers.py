@@ -67,7 +67,14 @@ class Transfer:
 
 
 class Waiter(Protocol):
-    """What waits for collectives; see `mpidist._mpi.communicator.Waiter`."""
+    """What waits for the requests of a communicator, with a deadline."""
+
+    def wait(self, request: Any, what: str) -> None:
+        """Wait until a request (`Request`) has completed."""
+
+    @property
+    def broken(self) -> str:
+        """Why messages may never complete; "" while they will."""
 
     def wait_data(self, transfer: Transfer) -> None:
         """Wait until collectives have completed."""
@@ -386,5 +393,13 @@ def _parts(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
     """Return the parts of all ranks."""
     return [
         buffer[start : start + count]
+        for start, count in zip(starts_of(counts), counts, strict=True)
+    ]
+
+
+def split(texts: HostArray, counts: list[int]) -> list[bytes]:
+    """Return the bytes of each rank."""
+    return [
+        texts[start : start + count].tobytes()
         for start, count in zip(starts_of(counts), counts, strict=True)
     ]

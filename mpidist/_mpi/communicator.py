@@ -23,22 +23,21 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from mpidist import _native
 from mpidist._base import machine
 from mpidist._base.environment import AllReduceChoice
-from mpidist._base.memory import leak
-from mpidist._base.types import HostArray
-from mpidist._mpi import between, buffers, collective_release, survival, versions
+from mpidist._mpi import between, collective_release, survival, versions
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, Request
 from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
-from mpidist._mpi.buffers import Buffer, BufferCollectives, starts_of
+from mpidist._mpi.buffers import Buffer, BufferCollectives, Waiter, split
 from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
-from mpidist._mpi.library import MpiComm, MpiRequest, give_launcher_time, mpi_module
+from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
+from mpidist._mpi.pending import Pending, has_ended
 from mpidist._mpi.traffic import Traffic
 from mpidist._mpi.way import Way, chosen_way
 
@@ -50,17 +49,6 @@ _PROBES: Final = 4
 _KEY_BYTES: Final = 16
 _MESSAGE_HEAD: Final = 8  # bytes: the length of a message
 _LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
-
-
-class Waiter(buffers.Waiter, Protocol):
-    """What waits for the requests of a communicator, with a deadline."""
-
-    def wait(self, request: Request, what: str) -> None:
-        """Wait until a request has completed."""
-
-    @property
-    def broken(self) -> str:
-        """Why messages may never complete; "" while they will."""
 
 
 class Communicator(AnyCommunicator):
@@ -129,8 +117,13 @@ class Communicator(AnyCommunicator):
                 **about(),
             }
 
-        self.said: list[dict[str, Any]] = self._agree(problem, look)
-        said = self.said
+        text = versions.write(problem, look)
+        texts = versions.exchange(self._comm, waiter.wait, text)
+        said, error = versions.judge(self.rank, texts)
+        if error is not None:  # all ranks raise it
+            self._comm.Free()
+            raise error
+        self.said: list[dict[str, Any]] = said
         gathers, in_flight = max(one["allreduce"] for one in said)
         self._way: Way | None = None
         if in_flight:
@@ -206,35 +199,6 @@ class Communicator(AnyCommunicator):
             }
         )
         return channel
-
-    def _agree(
-        self, problem: str, look: Callable[[], dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Compare versions with the other ranks. Collective, and the first message.
-
-        What it raises all ranks raise, so the duplicate is freed at once.
-        """
-        # By MPI alone: what is built on it may be different on other ranks.
-        comm, wait = self._comm, self._waiter.wait
-        text = np.frombuffer(versions.write(problem, look), np.uint8)
-        size, sizes = np.array([text.size], np.int64), np.empty(self.size, np.int64)
-        request = comm.Iallgather(size, sizes)
-        buffers: list[HostArray] = [size, sizes, text]
-        try:
-            wait(request, _CALL)
-            counts = sizes.tolist()
-            texts = np.empty(sum(counts), np.uint8)
-            buffers.append(texts)
-            request = comm.Iallgatherv(text, [texts, (counts, starts_of(counts))])
-            wait(request, _CALL)
-        except BaseException:
-            leak(buffers)
-            raise
-        said, error = versions.judge(self.rank, _split(texts, counts))
-        if error is not None:
-            self._comm.Free()
-            raise error
-        return said
 
     def on_free(self, function: Callable[[], None]) -> None:
         """Set a function to call when the communicator is freed."""
@@ -345,7 +309,7 @@ class Communicator(AnyCommunicator):
         counts = [row[0] for row in self._gather_integers([len(data)])]
         receive = np.empty(sum(counts), np.uint8)
         self.buffers.all_gather(np.frombuffer(data, np.uint8), receive, counts)
-        return _split(receive, counts)
+        return split(receive, counts)
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the (equally many) integers of each rank, on all ranks."""
@@ -358,8 +322,7 @@ class Communicator(AnyCommunicator):
         self.buffers.all_gather(
             np.array(numbers, np.int64), receive, [count] * self.size
         )
-        rows: list[list[int]] = receive.reshape(self.size, count).tolist()
-        return rows
+        return receive.reshape(self.size, count).tolist()
 
     def start_message(self, data: bytes | None) -> Request:
         """Start sending at most `message_bytes` from rank 0 to all.
@@ -384,7 +347,7 @@ class Communicator(AnyCommunicator):
             request = self._comm.Ibcast(buffer, 0)
         except BaseException as error:
             raise self._waiter.failed(error) from None
-        pending = _Pending(request, read, buffer)
+        pending = Pending(request, read, buffer)
         if self._channel is not None:
             pending.tests_first_by(functools.partial(self._channel.complete, request))
         return pending
@@ -393,9 +356,9 @@ class Communicator(AnyCommunicator):
         """Start sending a small message to one rank (`receive_any`). Not collective."""
         buffer = np.frombuffer(data, np.uint8)
         request = self._comm.Isend(buffer, receiver, _NOTICE_TAG)
-        pending = _Pending(request, bytes, buffer)
+        pending = Pending(request, bytes, buffer)
         if self.outlives_ranks:
-            pending.Test = functools.partial(_has_ended, request)
+            pending.Test = functools.partial(has_ended, request)
         return pending
 
     def receive_any(self) -> bytes | None:
@@ -427,56 +390,5 @@ class Communicator(AnyCommunicator):
             survival.revoke(self._comm)
 
 
-class _Pending:
-    """A pending request, which keeps its buffer alive.
-
-    mpi4py's request does not: with Open MPI the sum of a temporary array was wrong
-    once it had been collected (mpi4py 4.1.2).
-    """
-
-    __slots__ = ("Test", "_buffer", "_read")
-
-    def __init__(
-        self, request: MpiRequest, read: Callable[[], bytes], buffer: HostArray
-    ) -> None:
-        self.Test: Callable[[], bool] = request.Test
-        self._read = read
-        self._buffer = buffer
-
-    def tests_first_by(self, test: Callable[[], bool]) -> None:
-        """Have the first test be another, which takes longer."""
-        usual = self.Test
-
-        def first() -> bool:
-            self.Test = usual
-            return test()
-
-        self.Test = first
-
-    @property
-    def result(self) -> bytes:
-        """What was received, once it has completed."""
-        return self._read()
-
-    def leak(self) -> None:
-        leak(self)
-
-
-def _has_ended(request: MpiRequest) -> bool:
-    """Return whether a message was sent, or its receiver has died."""
-    try:
-        return bool(request.Test())
-    except mpi_module().Exception:
-        return True
-
-
 def _nothing() -> None:
     """Do nothing."""
-
-
-def _split(texts: HostArray, counts: list[int]) -> list[bytes]:
-    """Return the bytes of each rank."""
-    return [
-        texts[start : start + count].tobytes()
-        for start, count in zip(starts_of(counts), counts, strict=True)
-    ]

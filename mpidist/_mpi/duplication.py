@@ -72,5 +72,4 @@ def duplicate(comm: MpiComm, wait: Callable[[MpiRequest, str], None]) -> MpiComm
 @functools.cache
 def _key() -> int:
     """Return the key of MPI's attribute. A duplicate does not have it."""
-    key: int = mpi_module().Comm.Create_keyval()
-    return key
+    return mpi_module().Comm.Create_keyval()

@@ -123,8 +123,7 @@ def world_rank() -> int | None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or _in_child or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
-    rank: int = mpi.COMM_WORLD.Get_rank()
-    return rank
+    return mpi.COMM_WORLD.Get_rank()
 
 
 def thread_level() -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from mpidist import _native
@@ -23,15 +23,9 @@ class Traffic:
         core: the native core's channel, which has its own counts; None without one.
     """
 
-    calls: dict[str, int] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(int)
-    )
-    bytes: dict[str, int] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(int)
-    )
-    mpi_calls: dict[str, int] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(int)
-    )
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    bytes: Counter[str] = dataclasses.field(default_factory=Counter)
+    mpi_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     seconds: float = 0.0
     core: _native.Channel | _native.Between | None = None
     _mpi_of_core: Callable[[], dict[str, int]] | None = None
@@ -56,14 +50,15 @@ class Traffic:
 
     def total(self) -> tuple[float, dict[str, int], dict[str, int]]:
         """Return seconds, calls and bytes, with those of the core."""
-        calls, nbytes = dict(self.calls), dict(self.bytes)
-        core = self.core
-        if core is not None and core.reductions:
-            calls["Allreduce"] = calls.get("Allreduce", 0) + core.reductions
-            nbytes["Allreduce"] = nbytes.get("Allreduce", 0) + core.reduced
-        if core is not None and core.gathers:
-            calls["Allgatherv"] = calls.get("Allgatherv", 0) + core.gathers
-            nbytes["Allgatherv"] = nbytes.get("Allgatherv", 0) + core.gathered
+        calls, nbytes, core = dict(self.calls), dict(self.bytes), self.core
+        if core is not None:
+            for name, count, size in (
+                ("Allreduce", core.reductions, core.reduced),
+                ("Allgatherv", core.gathers, core.gathered),
+            ):
+                if count:
+                    calls[name] = calls.get(name, 0) + count
+                    nbytes[name] = nbytes.get(name, 0) + size
         return self.seconds + self._seconds_of_core(), calls, nbytes
 
     def count_mpi(self, name: str) -> None:
@@ -76,24 +71,16 @@ class Traffic:
 
     def total_mpi(self) -> dict[str, int]:
         """Return the calls of MPI's functions, with those of the core."""
-        calls = dict(self.mpi_calls)
-        if self._mpi_of_core is not None:
-            for name, count in self._mpi_of_core().items():
-                calls[name] = calls.get(name, 0) + count
-        return {name: count for name, count in calls.items() if count}
+        of_core = {} if self._mpi_of_core is None else self._mpi_of_core()
+        return dict(self.mpi_calls + Counter(of_core))  # without those of 0
 
     def leave_core(self) -> None:
         """Add the counts of the core, and release its memory."""
         self.seconds, calls, nbytes = self.total()
-        self.mpi_calls.update(self.total_mpi())
+        self.mpi_calls = Counter(self.total_mpi())
         self._mpi_of_core = None
         self.core = None
-        self.calls.update(calls)
-        self.bytes.update(nbytes)
-
-    def timed(self) -> Traffic:
-        """Return a context manager whose time is added to ``seconds``."""
-        return self
+        self.calls, self.bytes = Counter(calls), Counter(nbytes)
 
     def count(self, kind: str, nbytes: int) -> None:
         """Add one MPI call that moves ``nbytes`` of this rank's memory."""

@@ -54,6 +54,10 @@ from mpidist._base.errors import (
     on_rank,
     ranks_by,
 )
+from mpidist._base.memory import leak
+from mpidist._base.types import HostArray
+from mpidist._mpi.buffers import split, starts_of
+from mpidist._mpi.library import MpiComm, MpiRequest
 from mpidist._version import __version__
 
 _logger: Final = logging.getLogger("mpidist")
@@ -118,6 +122,35 @@ def write(problem: str = "", look: Callable[[], dict[str, Any]] = dict) -> bytes
         problem = problem or f"{type(error).__name__}: {error}"
     text = {"format": _FORMAT, "must": must, "problem": problem, "about": about}
     return json.dumps(text).encode("ascii")
+
+
+def exchange(
+    comm: MpiComm, wait: Callable[[MpiRequest, str], None], text: bytes
+) -> list[bytes]:
+    """Return the text of each rank of a new communicator. Collective: the first call.
+
+    By MPI alone: what is built on it may be different on other ranks.
+
+    Args:
+        comm: the communicator.
+        wait: waits for a request of the call with this name.
+        text: of this rank (`write`).
+    """
+    own = np.frombuffer(text, np.uint8)
+    size, sizes = np.array([own.size], np.int64), np.empty(comm.Get_size(), np.int64)
+    buffers: list[HostArray] = [size, sizes, own]
+    request = comm.Iallgather(size, sizes)
+    try:
+        wait(request, _CALL)
+        counts = sizes.tolist()
+        texts = np.empty(sum(counts), np.uint8)
+        buffers.append(texts)
+        request = comm.Iallgatherv(own, [texts, (counts, starts_of(counts))])
+        wait(request, _CALL)
+    except BaseException:
+        leak(buffers)
+        raise
+    return split(texts, counts)
 
 
 def judge(

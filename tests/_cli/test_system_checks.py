@@ -13,7 +13,7 @@ import sys
 import pytest
 from launching import run_ranks
 
-from mpidist._base import backend
+from mpidist._base import gpus as gpus_module
 from mpidist._cli.folder_check import check_folder, file_system
 from mpidist._cli.job import Job
 from mpidist._cli.outcomes import CheckFailedError, Note, attempt
@@ -124,7 +124,7 @@ def test_gpus_that_ranks_share(monkeypatch):
     job = Job()
     checks = SystemChecks(job)
     gpus = [0, "CuPy is not installed"]
-    monkeypatch.setattr(backend, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(gpus_module, "count_gpus", lambda: gpus)
     assert checks.gpus().startswith("none: Cu")
     gpus[:] = 2, ""
     assert checks.gpus() == "2, for 1 ranks of a node"

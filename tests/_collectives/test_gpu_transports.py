@@ -16,7 +16,7 @@ import pytest
 from replicas import all_reduce, context, local, no_room, raises_everywhere
 
 import mpidist
-from mpidist._base.backend import Device
+from mpidist._base.gpus import Device
 from mpidist._collectives import devices
 from mpidist._collectives import nccl as _nccl
 from mpidist._collectives import node as node_module
@@ -185,7 +185,7 @@ def test_no_pinned_memory_is_told_to_all(cupy, monkeypatch, rank, size):
         raise MemoryError("no page-locked memory left")
 
     if rank == size - 1:
-        monkeypatch.setattr(staged_module.backend, "pinned_empty", refuse)
+        monkeypatch.setattr(staged_module.gpus, "pinned_empty", refuse)
     raises_everywhere(MemoryError, lambda: mpidist.MPIStrategy(device="gpu"))
 
 
@@ -450,7 +450,7 @@ def test_the_id_passes_through_the_real_nccl(strategy, rank, size):
     if count:
         pytest.skip("launch/gpu-check has NCCL connect where there are GPUs")
     try:
-        _nccl.backend.nccl_module()
+        _nccl.gpus.nccl_module()
     except ImportError as error:
         pytest.skip(str(error))
     comm = group_of(strategy).communicator

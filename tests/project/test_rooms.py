@@ -35,9 +35,9 @@ def _read_rooms() -> list[str]:
 ROOMS = _read_rooms()
 OWNERS = {
     "mpi4py": "_mpi.library",
-    "cupy": "_base.backend",
-    "cupyx": "_base.backend",
-    "cupy_backends": "_base.backend",
+    "cupy": "_base.gpus",
+    "cupyx": "_base.gpus",
+    "cupy_backends": "_base.gpus",
     "optree": "_base.nest",
     "cloudpickle": "_merge.commands",
     "matplotlib": "_timeline.plot",
@@ -337,7 +337,7 @@ def test_no_other_library_is_imported():
     ("name", "source", "problems"),
     [
         ("_mpi.buffers", "from mpidist._base import backend", 0),
-        ("_mpi.buffers", "from mpidist._base.backend import Device", 0),
+        ("_mpi.buffers", "from mpidist._base.gpus import Device", 0),
         ("_base.backend", "from mpidist._mpi import buffers", 1),
         ("_base.backend", "import mpidist._strategy.strategy", 1),
         ("_base.backend", "def f():\n    from mpidist._strategy import strategy", 1),

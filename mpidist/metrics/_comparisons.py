@@ -1,0 +1,203 @@
+"""Means of what compares labels and predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpidist import losses
+from mpidist._base.expect import expect
+from mpidist._base.types import Nest
+from mpidist.metrics._metrics import Mean, _of_shape
+
+
+class _Compared(Mean):
+    """The mean of what a comparison of labels and predictions gives."""
+
+    def update_state(  # type: ignore[override]  # as in Keras
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> None:
+        """Add a batch: labels and predictions; otherwise as `Mean.update_state`."""
+        self._add_mean(self._compare, sample_weight, y_true, y_pred)
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        """Return a value for each row, or for each element."""
+        raise NotImplementedError
+
+    def _difference(self, true: Any, pred: Any) -> Any:
+        return pred.astype(np.float64) - _of_shape(true, pred.shape, self._call)
+
+
+class Accuracy(_Compared):
+    """How often predictions equal labels, of the same shape."""
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        return _of_shape(true, pred.shape, self._call) == pred
+
+
+class SparseCategoricalAccuracy(_Compared):
+    """How often the largest of the scores is that of the label, an int."""
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        found = pred.argmax(-1)
+        return _of_shape(true, found.shape, self._call) == found
+
+
+class CategoricalAccuracy(_Compared):
+    """How often the largest of the scores is that of the label, a one-hot row."""
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        return _of_shape(true, pred.shape, self._call).argmax(-1) == pred.argmax(-1)
+
+
+class BinaryAccuracy(_Compared):
+    """How often predictions are on the side of ``threshold`` that their labels say.
+
+    Args:
+        name: of the metric.
+        threshold: predictions above it mean 1.
+    """
+
+    def __init__(
+        self, name: str | None = None, dtype: object = None, threshold: float = 0.5
+    ) -> None:
+        super().__init__(name)
+        self.threshold = threshold
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        return _of_shape(true, pred.shape, self._call) == (pred > self.threshold)
+
+
+class MeanSquaredError(_Compared):
+    """The mean of the squares of the differences of predictions and labels."""
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        return self._difference(true, pred) ** 2
+
+
+class MeanAbsoluteError(_Compared):
+    """The mean of the magnitudes of the differences of predictions and labels."""
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        return abs(self._difference(true, pred))
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """The root of the mean of the squares of the differences."""
+
+    def result(self) -> Any:
+        """Return the root, a float64; 0 if there are no values. Collective."""
+        return np.sqrt(super().result())
+
+
+class SparseTopKCategoricalAccuracy(_Compared):
+    """How often the score of the label, an int, is one of the ``k`` largest.
+
+    Args:
+        k: how many. Scores that are equal to the label's do not count against it. A
+            row with a NaN is never right.
+        name: of the metric.
+    """
+
+    def __init__(
+        self, k: int = 5, name: str | None = None, dtype: object = None
+    ) -> None:
+        super().__init__(name)
+        self.k = k
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        labels = _of_shape(true, pred.shape[:-1], self._call)
+        hit = labels[..., None] == np.arange(pred.shape[-1])
+        what = f"labels that are ints from 0 to {pred.shape[-1] - 1}"
+        expect(bool(hit.any(-1).all()), self._call, what, true, error=ValueError)
+        own = np.where(hit, pred, 0).sum(-1, keepdims=True)
+        return ((pred > own).sum(-1) < self.k) & ~np.isnan(pred).any(-1)
+
+
+class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
+    """How often the score of the label, a one-hot row, is one of the ``k`` largest.
+
+    Otherwise as `SparseTopKCategoricalAccuracy`.
+    """
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        return super()._compare(
+            _of_shape(true, pred.shape, self._call).argmax(-1), pred
+        )
+
+
+class BinaryCrossentropy(_Compared):
+    """The mean of `mpidist.losses.binary_crossentropy`.
+
+    Args:
+        name: of the metric.
+        from_logits: whether predictions are logits.
+        label_smoothing: moves labels towards 0.5 by this fraction.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: object = None,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(name)
+        self._loss = losses.BinaryCrossentropy(from_logits, label_smoothing)
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        # Each of a vector is a row.
+        true, pred = _of_shape(true, pred.shape, self._call), pred.astype(np.float64)
+        shape = pred.shape if pred.ndim > 1 else (pred.size, 1)
+        return self._loss.call(true.reshape(shape), pred.reshape(shape))
+
+
+class CategoricalCrossentropy(_Compared):
+    """The mean of `mpidist.losses.categorical_crossentropy`.
+
+    Args:
+        name: of the metric.
+        from_logits: whether predictions are logits.
+        label_smoothing: moves labels towards 1 / classes by this fraction.
+        axis: -1; accepted for its name.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: object = None,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(name)
+        self._loss = losses.CategoricalCrossentropy(from_logits, label_smoothing, axis)
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        true = _of_shape(true, pred.shape, self._call)
+        return self._loss.call(true, pred.astype(np.float64))
+
+
+class SparseCategoricalCrossentropy(_Compared):
+    """The mean of `mpidist.losses.sparse_categorical_crossentropy`.
+
+    Args:
+        name: of the metric.
+        from_logits: whether predictions are logits.
+        axis: -1; accepted for its name.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: object = None,
+        from_logits: bool = False,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(name)
+        self._loss = losses.SparseCategoricalCrossentropy(from_logits, axis=axis)
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        true = _of_shape(true, pred.shape[:-1], self._call)
+        return self._loss.call(true, pred.astype(np.float64))
