@@ -97,14 +97,12 @@ def as_stored(x: Guest, kind: GuestKind, call: str) -> Array | DeviceCopy:
     if kind == "jax":
         device = _device_of_jax(x, call)
         if device.platform == "cpu":
-            host: HostArray = np.asarray(x)
-            return host
+            return np.asarray(x)
         return DeviceCopy(x.dtype, x.shape, lambda: np.asarray(x))
     torch = sys.modules["torch"]
     dense = x.layout is torch.strided and not (x.is_nested or x.is_quantized)
     if x.device.type in ("cpu", "meta") or not dense:
-        view: Array = _view_of_torch(x, call)
-        return view
+        return _view_of_torch(x, call)
     sample: HostArray = _view_of_torch(torch.empty(0, dtype=x.dtype), call)
     shape = tuple(x.shape)
     return DeviceCopy(
@@ -150,8 +148,7 @@ def dtype_of(name: str) -> DType:
     except TypeError:
         try:
             module = importlib.import_module("ml_dtypes")
-            found: DType = np.dtype(getattr(module, name))
-            return found
+            return np.dtype(getattr(module, name))
         except (ImportError, AttributeError, TypeError):
             raise TypeError(
                 f"NumPy itself has no dtype {name}; install ml_dtypes (`pip install "
@@ -237,8 +234,7 @@ def _device_of_jax(x: Guest, call: str) -> Any:
 def _view_of_jax(x: Guest, call: str) -> Array:
     device = _device_of_jax(x, call)
     if device.platform == "cpu":
-        view: HostArray = np.asarray(x)
-        return view
+        return np.asarray(x)
     try:
         return _from_cuda(x)
     except (TypeError, RuntimeError, BufferError) as error:
@@ -255,8 +251,7 @@ def _from_cuda(x: Guest) -> Array:
             "arrays on a GPU need CuPy, which a strategy on a GPU imports: "
             "`mpidist.MPIStrategy(device='gpu')`"
         )
-    view: Array = cupy.from_dlpack(x)
-    return view
+    return cupy.from_dlpack(x)
 
 
 def restore(array: Array, kind: GuestKind) -> Guest:

@@ -88,8 +88,7 @@ class IndexedSlices:
     @property
     def dtype(self) -> DType:
         """The dtype of the rows."""
-        found: DType = backend.as_array(self._values, "IndexedSlices")[0].dtype
-        return found
+        return backend.as_array(self._values, "IndexedSlices")[0].dtype
 
     def __repr__(self) -> str:
         return (

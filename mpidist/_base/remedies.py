@@ -48,7 +48,7 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
         keywords.update(alike | keywords)
         for keyword in keywords.values():
             keyword["write"] = shared.get(keyword["write"], keyword["write"])
-    return whole  # type: ignore[no-any-return]  # of json
+    return whole
 
 
 def explain_module(name: str) -> None:

@@ -89,5 +89,4 @@ class ReplicaLocal(Generic[_T]):
         kept = replica.locals
         if id(self) not in kept:
             kept[id(self)] = self._make()
-        found: _T = kept[id(self)]
-        return found
+        return kept[id(self)]

@@ -99,7 +99,7 @@ class CollectiveCall:
         data = self.collectives.resources.messages.receive(what, timeout=0.0)
         good, content, trace = pickle.loads(data)
         if good:
-            return content  # type: ignore[no-any-return]
+            return content
         dumped, text = content
         failure = mismatch.load_exception(dumped, trace) or CheckpointError(text)
         failure.add_note(f"[rank {self.rank}] raised here because rank 0 raised it")

@@ -169,7 +169,7 @@ def _entry(content: Json, kind: type[_T], *keys: str) -> _T:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     _require(type(value) is kind, f"to be of type {kind.__name__}", value, *keys)
-    return value  # type: ignore[no-any-return]  # it is of that type
+    return value
 
 
 def _require(fits: bool, expected: str, found: object, *keys: str) -> None:

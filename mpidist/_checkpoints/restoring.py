@@ -312,8 +312,7 @@ def put(
 def _prepared(item: VariableItem, x: HostArray) -> Array:
     """Return what a variable's copy here is to be, on its device."""
     storage = storage_of(item.variable)
-    value: Array = storage.own_part(storage.prepare("assign", x))
-    return value
+    return storage.own_part(storage.prepare("assign", x))
 
 
 def _put_back(

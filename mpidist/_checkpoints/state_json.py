@@ -40,8 +40,7 @@ _LIBRARIES: Final = ("numpy", "torch", "jax")
 
 def host_copy(x: Stored) -> HostArray:
     """Return an array on the host, which may be the same memory."""
-    host: HostArray = x.host() if isinstance(x, DeviceCopy) else backend.to_host(x)
-    return host
+    return x.host() if isinstance(x, DeviceCopy) else backend.to_host(x)
 
 
 def checksum(x: Stored) -> int:

@@ -267,15 +267,10 @@ class _Checks:
 
     def _run(self, replica: Callable[[mpidist.ReplicaContext], _T]) -> _T:
         """Run on all replicas; return the result of this rank's replica."""
-        result: list[_T] = []
-
-        def keep() -> None:
-            context = mpidist.get_replica_context()
-            if context is not None:  # always so in a replica function
-                result.append(replica(context))
-
-        self._strategy.run(keep)
-        return result[0]
+        strategy = self._strategy
+        result = strategy.run(lambda: replica(mpidist.get_replica_context()))
+        found: tuple[_T, ...] = strategy.experimental_local_results(result)
+        return found[0]
 
 
 def _assign(variable: mpidist.Variable, value: HostArray) -> None:

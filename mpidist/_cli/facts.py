@@ -14,7 +14,7 @@ import numpy as np
 
 import mpidist
 from mpidist import _native
-from mpidist._base import backend
+from mpidist._base import gpus
 from mpidist._base.errors import format_ranks
 from mpidist._cli.job import Job
 from mpidist._mpi import launcher, library
@@ -119,7 +119,7 @@ def core_facts(missing: Sequence[str]) -> Facts:
 
 def gpu_facts() -> Facts:
     """Return the version of CuPy, and how many GPUs it finds. Not collective."""
-    count, reason = backend.count_gpus()
+    count, reason = gpus.count_gpus()
     version = getattr(sys.modules.get("cupy"), "__version__", None)
     return {"cupy": version, "gpus": count, "reason": reason}
 

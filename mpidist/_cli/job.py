@@ -90,8 +90,7 @@ class Job:
 
     def from_root(self, value: _T) -> _T:
         """Return rank 0's value on all ranks. Collective."""
-        found: _T = self.comm.bcast(value, 0)
-        return found
+        return self.comm.bcast(value, 0)
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Return the element-wise maximum over the ranks, on all. Collective."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist._base import backend
+from mpidist._base import gpus
 from mpidist._cli.job import Job, UsageError
 from mpidist._cli.outcomes import CheckFailedError, Note
 from mpidist._cli.placement import (
@@ -107,7 +107,7 @@ class SystemChecks:
         """Check that there are GPUs for the ranks of this node."""
         given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
         local = self._job.local_size
-        count, why_none = backend.count_gpus()
+        count, why_none = gpus.count_gpus()
         # Ranks that SLURM has given GPUs of their own see different ones.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         alike = len(set(self._job.comm.allgather(visible))) == 1

@@ -76,7 +76,7 @@ class AllGathers:
         self, tree: Nest, axis: int, options: CommunicationOptions | None, call: str
     ) -> Nest:
         """All-gather any nest, after checks of its leaves."""
-        try:
+        with self.resources.guard.checking(call):
             merged = self.resources.merge_options(options)
             leaves, structure = nest.flatten(tree)
             if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
@@ -90,8 +90,6 @@ class AllGathers:
             alone = len(leaves) == 1 and leaves[0] is tree
             how = (call, axis, None if alone else structure, options)
             plan = self._find(how, structure, arrays, axes, merged)
-        except Exception as error:
-            self.resources.invalid(call, error)
         results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
 from mpidist._agreement.guard import Guard
-from mpidist._base import backend, nest
+from mpidist._base import backend, gpus, nest
 from mpidist._base.environment import Environment
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
@@ -56,7 +56,7 @@ class Collectives:
         guard: Guard,
         options: CommunicationOptions,
         environment: Environment,
-        device: backend.Device,
+        device: gpus.Device,
         memory: SharedMemory = NO_MEMORY,
     ) -> None:
         resources = Resources(comm, guard, options, environment, device, memory)
@@ -121,7 +121,7 @@ class Collectives:
         leaves, structure = nest.flatten(tree)
         sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
         call = f"{call} of IndexedSlices"
-        try:
+        with self.guard.checking(call):
             if op not in (ReduceOp.SUM, ReduceOp.MEAN):
                 raise TypeError(
                     f"{call}: {op.name} is not defined, only SUM and MEAN; reduce a "
@@ -135,8 +135,6 @@ class Collectives:
                 if op is ReduceOp.MEAN:
                     values = values / values.dtype.type(self.comm.size)
                 parts.append([backend.as_given(values, kind), leaves[i].indices])
-        except Exception as error:
-            self.invalid(call, error)
         gathered = self.all_gather(parts, 0, options, call)
         for i, (values, indices) in zip(sparse, gathered, strict=True):
             results[i] = IndexedSlices(values, indices, leaves[i].dense_shape)

@@ -33,7 +33,7 @@ J. Liu, "DoubleSqueeze", ICML 2019.
 from __future__ import annotations
 
 import math
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -50,37 +50,28 @@ _TOP: Final = 15  # numbers are scaled to be just below 2**15
 _MOST_SCALE: Final = {4: 126, 8: 1020}
 
 
-class Codec(Protocol):
-    """One 16-bit format."""
+class Codec:
+    """A 16-bit format: fp16."""
 
     def scale_exponent(self, exponent: int, itemsize: int) -> int:
         """Return the exponent of the scale, if all values are below 2**exponent."""
+        limit = _MOST_SCALE[itemsize]
+        return min(max(_TOP - exponent, -limit), limit)
 
     def encode(self, x: HostArray, out: HostArray, *, finite: bool) -> None:
         """Round floats into ``out`` (uint16); ``finite``: all are finite."""
-
-    def decode(self, halves: HostArray, out: HostArray) -> None:
-        """Write uint16 as floats into ``out``."""
-
-
-class _Fp16:
-    def scale_exponent(self, exponent: int, itemsize: int) -> int:
-        limit = _MOST_SCALE[itemsize]
-        return min(max(_TOP - exponent, -limit), limit)
-
-    def encode(self, x: HostArray, out: HostArray, *, finite: bool) -> None:
         out.view(np.float16)[...] = x
 
     def decode(self, halves: HostArray, out: HostArray) -> None:
+        """Write uint16 as floats into ``out``."""
         out[...] = halves.view(np.float16)
 
 
-class _Bf16:
+class _Bf16(Codec):
     def scale_exponent(self, exponent: int, itemsize: int) -> int:
         if -80 < exponent < 120:
             return 0
-        limit = _MOST_SCALE[itemsize]
-        return min(max(_TOP - exponent, -limit), limit)
+        return super().scale_exponent(exponent, itemsize)
 
     def encode(self, x: HostArray, out: HostArray, *, finite: bool) -> None:
         bits = x.astype(np.float32, copy=False).view(np.uint32)
@@ -99,7 +90,7 @@ class _Bf16:
         out[...] = bits.view(np.float32)
 
 
-CODECS: Final[dict[str, Codec]] = {"fp16": _Fp16(), "bf16": _Bf16()}
+CODECS: Final[dict[str, Codec]] = {"fp16": Codec(), "bf16": _Bf16()}
 
 
 def encode(codec: Codec, x: HostArray, packet: HostArray) -> None:

@@ -89,14 +89,12 @@ class Copies:
             call: the name of the call in messages.
         """
         resources = self.resources
-        try:
+        with resources.guard.checking(call):
             merged = resources.merge_options(options)
             transports = resources.transports_of(merged)
             leaves, structure = nest.flatten(tree)
             pairs = [backend.as_array(leaf, call) for leaf in leaves]
             results = [backend.contiguous(x).copy() for x, _ in pairs]
-        except Exception as error:
-            resources.invalid(call, error)
         text = structure.render([backend.describe(x) for x in results])
         text += resources.text_of_devices(results, structure)
         resources.guard.agree(Call(f"{call} {text}"), merged.timeout_seconds)
@@ -127,12 +125,10 @@ class Copies:
         call, guard = Call(text), self.resources.guard
         values: list[Any] = []
         if self.resources.comm.rank == 0:
-            try:
+            with guard.checking(call):
                 values = make()
                 heads = [_head_of(value, text) for value in values]
                 data = pickle.dumps(heads)
-            except Exception as error:
-                raise guard.fail(call, error) from None
         guard.agree(call)
         if self.resources.comm.rank != 0:
             return self.receive_arrays(text)
@@ -217,10 +213,8 @@ class Copies:
             On rank 0 a list with, for each rank, the list of its values.
         """
         comm = self.resources.comm
-        try:
+        with self.resources.guard.checking(call):
             data, large = _write(values, call, _LARGE)
-        except Exception as error:
-            self.resources.invalid(call, error)
         self.resources.guard.agree(Call(f"{call} of {len(values)} values"))
         sizes = comm.all_gather_integers([data.size, *(x.size for x in large)])
         counts = [0, *(row[0] for row in sizes[1:])]  # rank 0 has its own
@@ -261,11 +255,9 @@ class Copies:
         """
         comm, messages = self.resources.comm, self.resources.messages
         if values is not None:
-            try:
+            with self.resources.guard.checking(call):
                 parts = [_write(row, call)[0] for row in values]
                 joined = np.concatenate(parts)
-            except Exception as error:
-                self.resources.invalid(call, error)
         self.resources.guard.agree(Call(call))
         if values is not None:
             counts = [part.size for part in parts]
@@ -307,12 +299,10 @@ class Copies:
                 dtypes on all ranks.
         """
         call = "buffers_like"
-        try:
+        with self.resources.guard.checking(call):
             leaves, structure = nest.flatten(tree)
             like = [backend.as_array(leaf, call)[0] for leaf in leaves]
             results = self._zeros(like)
-        except Exception as error:
-            self.resources.invalid(call, error)
         text = structure.render([backend.describe(x) for x in like])
         self.resources.guard.agree(Call(f"{call} {text}"))
         return structure.unflatten(results)

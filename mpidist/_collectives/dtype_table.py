@@ -122,28 +122,24 @@ class Reduction:
             out[...] = reduced.astype(out.dtype)
 
     def _count(self, num_replicas: int) -> np.generic:
-        count: np.generic = self.wire.type(num_replicas)
-        return count
+        return self.wire.type(num_replicas)
 
     def _to_ordered(self, x: Array) -> Array:
         xp = backend.module_of(x)
         bits = x.view(self.wire)
         limits = np.iinfo(self.wire)
         if self.dtype.kind == "u":
-            unsigned: Array = bits ^ limits.min
-            return unsigned
+            return bits ^ limits.min
         ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
         extreme = limits.max if self.op is ReduceOp.MAX else limits.min
-        result: Array = xp.where(xp.isnan(x), self.wire.type(extreme), ordered)
-        return result
+        return xp.where(xp.isnan(x), self.wire.type(extreme), ordered)
 
     def _from_ordered(self, ordered: Array) -> Array:
         limits = np.iinfo(self.wire)
         flipped = limits.min
         if self.dtype.kind != "u":
             flipped = (ordered >> (limits.bits - 1)) & limits.max
-        result: Array = (ordered ^ flipped).view(self.compute)
-        return result
+        return (ordered ^ flipped).view(self.compute)
 
 
 @functools.lru_cache(maxsize=256)

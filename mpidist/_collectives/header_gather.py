@@ -122,19 +122,15 @@ class HeaderGather(Plan):
         sources = _as_buffers(arrays) if self._raw else list(arrays)
         memory: Memory | None = None
         if not self._core.fits(lengths):
-            try:
+            with guard.checking(call):
                 memory = self.large.guess(arrays, lengths)
-            except Exception as error:
-                raise guard.fail(call, error) from None
         where: tuple[object, ...] = (NOWHERE, None) if memory is None else memory.where
         number, patience = call.fingerprint, guard.enter(call, timeout)
         with guard.payload(call):
             status = meet(sources, lengths, number, patience, *where)
         if status is None:  # not contiguous, and nothing was sent
-            try:
+            with guard.checking(call):
                 sources = [x.copy("C") for x in sources]
-            except Exception as error:
-                raise guard.fail(call, error) from None
             with guard.payload(call):
                 status = meet(sources, lengths, number, patience, *where)
         if status:
@@ -156,8 +152,7 @@ class HeaderGather(Plan):
         else:
             guard.sequence += 1
         memory = None if result is None else Memory([result])
-        found: Array = self._conclude([x], memory, None)[0]
-        return found
+        return self._conclude([x], memory, None)[0]
 
     def _conclude(
         self, sources: list[Array], memory: Memory | None, timeout: float | None
@@ -229,11 +224,9 @@ class ArenaGather:
     ) -> Results:
         """Return the results, now that all know the lengths of all. Collective."""
         guard = self._guard
-        try:
+        with guard.checking(self._call):
             rows = self.core.lengths()
             memory = self._reserve([sum(n) for n in zip(*rows, strict=True)])
-        except Exception as error:
-            raise guard.fail(self._call, error) from None
         if not guard.agree_offset(HAVE_MEMORY, memory.offset, timeout):
             return self._by_mpi.gather(sources, None, timeout)
         with guard.payload(self._call):

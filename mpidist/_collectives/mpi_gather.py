@@ -150,15 +150,13 @@ class MpiGather(Plan):
         timeout: float | None = None,
     ) -> Results:
         """Agree with the other ranks, and gather; see `Plan`."""
-        with self._comm.traffic.timed():
+        with self._comm.traffic:
             guard, comm = self._guard, self._comm
             pairs = zip(arrays, self._leaves, strict=True)
             lengths = [int(x.shape[leaf.axis]) for x, leaf in pairs]
-            try:
+            with guard.checking(self.call):
                 self._transports.device.check()
                 memory = self.guess(arrays, lengths)
-            except Exception as error:
-                raise guard.fail(self.call, error) from None
             same = False
             if guard.enabled:
                 value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
@@ -202,10 +200,8 @@ class MpiGather(Plan):
         guard, own = self._guard, list(rows[self._comm.rank])
         same = all(list(row) == own for row in rows)
         if memory is None or not same:  # alike on all ranks: see `make`
-            try:
+            with guard.checking(self.call):
                 memory = self._reserve(arrays, rows)
-            except Exception as error:
-                raise guard.fail(self.call, error) from None
             guard.agree(HAVE_MEMORY, timeout)
         with guard.payload(self.call):
             for message in memory.messages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -46,15 +46,13 @@ class ObservedPlan(Plan):
             return self.observed(arrays, call, timeout)
 
 
-class _Piece(Protocol):
-    """A part of the collectives."""
-
-    resources: Resources
+Piece: TypeAlias = Any
+"""A part of the collectives, with ``resources``; their classes import this module."""
 
 
 def nest_of_all(
     calls: Calls,
-    piece: _Piece,
+    piece: Piece,
     tree: Nest,
     how: object = None,
     options: CommunicationOptions | None = None,
@@ -65,20 +63,20 @@ def nest_of_all(
     return calls.call(bytes_of(tree), _route_of(piece.resources, tree, options))
 
 
-def memory_for(calls: Calls, piece: _Piece, tree: Nest) -> AbstractContextManager[Span]:
+def memory_for(calls: Calls, piece: Piece, tree: Nest) -> AbstractContextManager[Span]:
     """Observe an agreement on arrays that do not move."""
     return calls.call(bytes_of(tree), NO_ROUTE)
 
 
 def values_of_ranks(
-    calls: Calls, piece: _Piece, values: Any, *_: object, **__: object
+    calls: Calls, piece: Piece, values: Any, *_: object, **__: object
 ) -> AbstractContextManager[Span]:
     """Observe a collective of values, which move through host memory."""
     return calls.call(bytes_of(values), _route_of(piece.resources, None))
 
 
 def values_to_all(
-    calls: Calls, piece: _Piece, values: list[Any], call: str
+    calls: Calls, piece: Piece, values: list[Any], call: str
 ) -> AbstractContextManager[Span]:
     """Observe a message of rank 0 with arrays."""
     text, number = f"arrays of {call} to all ranks", piece.resources.guard.sequence + 1
@@ -88,7 +86,7 @@ def values_to_all(
 
 
 def values_from_rank_0(
-    calls: Calls, piece: _Piece, call: str = FROM_RANK_0
+    calls: Calls, piece: Piece, call: str = FROM_RANK_0
 ) -> AbstractContextManager[Span]:
     """Observe the wait for a message of rank 0 with arrays."""
     number = piece.resources.guard.sequence + 1

@@ -152,7 +152,7 @@ class Plans:
         root: int | None,
     ) -> Nest:
         """Check every leaf, keep the plan, and run it."""
-        try:
+        with self._resources.guard.checking(call):
             merged = self._resources.merge_options(options)
             leaves, structure = nest.flatten(tree)
             if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
@@ -161,8 +161,6 @@ class Plans:
             arrays = [array for array, _ in pairs]
             how = (call, op._name_, options, root, _form_of(tree, structure, arrays))
             plan = self._find(how, op, structure, arrays, call, merged, root)
-        except Exception as error:
-            self._resources.invalid(call, error)
         results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [

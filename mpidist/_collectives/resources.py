@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
-from mpidist._base import backend, nest
+from mpidist._base import gpus, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Array
@@ -47,7 +47,7 @@ def timed(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(method)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         own: Any = args[0]  # `self`, which a ParamSpec cannot name
-        with own.resources.comm.traffic.timed():
+        with own.resources.comm.traffic:
             return method(*args, **kwargs)
 
     return call
@@ -81,7 +81,7 @@ class Resources:
         guard: Guard,
         options: CommunicationOptions,
         environment: Environment,
-        device: backend.Device,
+        device: gpus.Device,
         memory: SharedMemory,
     ) -> None:
         self.comm = comm
@@ -139,7 +139,7 @@ class Resources:
         wanted = self._resolve(self.options.implementation)
         self.devices.decide(wanted, findings, timeout_seconds or None)
         self.device_names = [
-            backend.Device(one.kind, one.index).name_on(rank)
+            gpus.Device(one.kind, one.index).name_on(rank)
             for rank, one in enumerate(findings)
         ]
         self.transports = self._choose(wanted)
@@ -152,10 +152,9 @@ class Resources:
             or not isinstance(staged, StagedTransport)
         ):
             return
-        try:  # page-locked memory, which may be refused on one rank
+        with self.guard.checking("MPIStrategy(...)"):
+            # Page-locked memory, which may be refused on one rank.
             self.devices.memory.prepare()
-        except Exception as error:
-            self.invalid("MPIStrategy(...)", error)
         self.guard.agree(Call("MPIStrategy(...), with memory for GPU buffers"))
 
     def release(self) -> None:

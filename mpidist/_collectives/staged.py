@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpidist._base import backend
+from mpidist._base import backend, gpus
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DeviceArray, DType, HostArray
 from mpidist._collectives.transports import DirectTransport
@@ -39,7 +39,7 @@ class HostMemory:
     def prepare(self) -> HostArray:
         """Allocate the memory, unless it is there; return it."""
         if self._memory is None:
-            self._memory = backend.pinned_empty(self._nbytes, "u1")
+            self._memory = gpus.pinned_empty(self._nbytes, "u1")
         return self._memory
 
     def load(self, arrays: Sequence[Array]) -> list[HostArray]:
@@ -56,7 +56,7 @@ class HostMemory:
                 continue
             raw = backend.as_bytes(backend.contiguous(x))
             host = memory[at : at + raw.size]
-            backend.start_copy_to_host(raw, host, backend.current_stream())
+            gpus.start_copy_to_host(raw, host, gpus.current_stream())
             kept.append(raw)  # until it is read: it may be a copy
             hosts.append(backend.from_bytes(host, x.dtype, tuple(x.shape)))
             at = end
@@ -69,7 +69,7 @@ def store(host: HostArray, x: DeviceArray) -> None:
     """Queue the copy of an array that is not page-locked to the current GPU."""
     if x.size:
         raw = backend.as_bytes(backend.contiguous(host))
-        backend.start_copy_to_device(raw, backend.as_bytes(x), backend.current_stream())
+        gpus.start_copy_to_device(raw, backend.as_bytes(x), gpus.current_stream())
 
 
 class StagedTransport:

@@ -68,12 +68,9 @@ class StagedReduce(Plan):
         guard, call = self._guard, call or self.call
         near = next(x for x in arrays if backend.is_device_array(x))
         guard.settle()  # calls begun before, in a thread, still read that memory
-        try:
-            with near.device:
-                hosts = self._memory.load(arrays)
-                results = self._new_results(arrays)
-        except Exception as error:
-            raise guard.fail(call, error) from None
+        with guard.checking(call), near.device:
+            hosts = self._memory.load(arrays)
+            results = self._new_results(arrays)
         sums = self.plan(hosts, call, timeout)
         try:
             with near.device:

@@ -329,8 +329,7 @@ def _is_value(x: object) -> bool:
 
 
 def _array(x: Nest) -> Array:
-    array: Array = backend.as_array(x, "update")[0]
-    return array
+    return backend.as_array(x, "update")[0]
 
 
 def _is_large(storage: VariableStorage) -> bool:

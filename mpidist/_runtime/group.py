@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from mpidist._agreement.guard import Guard
-from mpidist._base.backend import Device
+from mpidist._base.gpus import Device
 from mpidist._collectives.collectives import Collectives
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._runtime.registry import Registry

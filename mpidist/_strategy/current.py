@@ -18,8 +18,7 @@ def get_strategy() -> Strategy:
     Never None. Inside ``scope()``, ``run``, ``merge_fn`` and ``update`` it is the
     strategy they belong to. Not collective.
     """
-    strategy: Strategy = context.current().group.strategy
-    return strategy
+    return context.current().group.strategy
 
 
 def get_replica_context() -> ReplicaContext | Any:

@@ -206,8 +206,7 @@ def _reduce_pairs(
             )
     if own is not None:
         reduced = collectives.all_reduce(op, own, options, call)
-        wrapped: list[Nest] = registry.wrap_tree(Mirrored, reduced)
-        return wrapped
+        return registry.wrap_tree(Mirrored, reduced)
     if plain:
         collectives.check_plain(call, plain)
     asked = [(leaves[i], wanted[i]) for i in moving]

@@ -143,8 +143,7 @@ def group_of_values(values: list[Nest]) -> ReplicaGroup:
             return storage_of(value).group
         home = home_of(value) if isinstance(value, DistributedValues) else None
         if home is not None:
-            found: ReplicaGroup = home.group
-            return found
+            return home.group
     return context.current().group
 
 

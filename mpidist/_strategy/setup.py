@@ -20,7 +20,7 @@ from mpidist._agreement.channel import open_channel
 from mpidist._agreement.deadline import Deadline
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Key
-from mpidist._base import backend, interactive, threads
+from mpidist._base import gpus, interactive, threads
 from mpidist._base.environment import Environment, debugging, read_environment
 from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint_of_bytes
@@ -244,9 +244,9 @@ def _make_collectives(
     if memory.node is None and threads.current() is None and communicator.size > 1:
         peers = None if memory.nodes is None else memory.nodes.peers
         sums = bits.digests_of_sums(communicator, guard.channel, peers)
-    try:
+    with guard.checking(mismatch.Call("MPIStrategy(...)")):
         options = _check_arguments(arguments)
-        chosen = backend.select_device(
+        chosen = gpus.select_device(
             arguments.device, local_rank(communicator.size, communicator.machine_rank)
         )
         chosen.activate()
@@ -256,8 +256,6 @@ def _make_collectives(
             timelines.begin(environment.timeline, communicator, guard)
         collectives = make(communicator, guard, options, environment, chosen, memory)
         finding = collectives.resources.look_for_devices()
-    except Exception as error:
-        raise guard.fail(mismatch.Call("MPIStrategy(...)"), error, "invalid") from None
     text = (
         f"MPIStrategy(...) with {options.bytes_per_pack} bytes_per_pack, "
         f"{guard.timeout_seconds} timeout_seconds, "
@@ -353,7 +351,7 @@ def _group_of_one() -> ReplicaGroup:
     comm = AnyCommunicator()
     guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
     collectives = Collectives(
-        comm, guard, CommunicationOptions(), environment, backend.Device("cpu")
+        comm, guard, CommunicationOptions(), environment, gpus.Device("cpu")
     )
     return ReplicaGroup(
         collectives, number=0, is_mpi=False, make_registry=RegistryOfOne

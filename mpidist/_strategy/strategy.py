@@ -152,8 +152,7 @@ class Strategy:
     @property
     def array_module(self) -> ModuleType:
         """NumPy or CuPy: the module for arrays on this replica's device."""
-        module: ModuleType = self._group.device.array_module
-        return module
+        return self._group.device.array_module
 
     @property
     def cluster_resolver(self) -> MPIClusterResolver | Any:

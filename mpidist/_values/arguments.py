@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import backend
+from mpidist._base import backend, gpus
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.types import Array, DType, Nest, Shape
@@ -50,8 +50,7 @@ def _member(kind: type[_E], value: Any) -> _E:
     argument = kind.__name__.removeprefix("Variable").lower()
     what = f"`{argument}` to be a `mpidist.{kind.__name__}` ({_NAMES[kind]})"
     expect(isinstance(value, kind), "Variable", what, value, error=ValueError)
-    member: _E = value
-    return member
+    return value
 
 
 def check_attributes(
@@ -94,7 +93,7 @@ class Target(NamedTuple):
 
     name: str
     array: Array
-    device: backend.Device
+    device: gpus.Device
 
 
 def convert(target: Target, how: str, value: Nest, shape: Shape | None = None) -> Array:

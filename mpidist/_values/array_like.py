@@ -79,8 +79,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _array_view(self) -> Array:
         """Return the value as an array, also if it is a number."""
-        array: Array = backend.as_array(self.value(), type(self).__name__)[0]
-        return array
+        return backend.as_array(self.value(), type(self).__name__)[0]
 
     @property
     def shape(self) -> Shape:
@@ -90,8 +89,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def dtype(self) -> DType:
         """Dtype of the array."""
-        dtype: DType = self._array_view().dtype
-        return dtype
+        return self._array_view().dtype
 
     @property
     def ndim(self) -> int:
@@ -153,8 +151,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         return guests.export_copy(self._array_view(), stream, max_version, dl_device)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        device: tuple[int, int] = self._array_view().__dlpack_device__()
-        return device
+        return self._array_view().__dlpack_device__()
 
     def __jax_array__(self) -> Any:
         return guests.restore(self._array_view().copy(), "jax")

@@ -98,10 +98,9 @@ def by_creators(
             # What a creator makes without `next_creator` is up to those further out.
             with _changed(outer[:-1]):
                 if outer:
-                    found: _V = outer[-1](
+                    return outer[-1](
                         lambda **more: create(outer[:-1], more), **arguments
                     )
-                    return found
                 done += 1
                 init(self, **arguments)  # type: ignore[call-arg]
                 return self

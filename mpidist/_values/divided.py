@@ -94,5 +94,4 @@ class DividedStorage(OnReadStorage):
         """Return what this rank's part is if ``value`` is assigned on all ranks."""
         start = self.part.start
         flat: Array = backend.flat(backend.contiguous(value))
-        part: Array = flat[start : start + self.array.size]
-        return part
+        return flat[start : start + self.array.size]

@@ -265,8 +265,7 @@ class OnReadStorage(VariableStorage):
         if self.attributes.aggregation is not VariableAggregation.SUM:
             return value
         group = self.group
-        share: Array = _share_of(value, group.replica_id, group.num_replicas)
-        return share
+        return _share_of(value, group.replica_id, group.num_replicas)
 
 
 def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:

@@ -193,8 +193,7 @@ class Variable(ArrayLike, Registered):
     @property
     def dtype(self) -> DType:
         """Dtype of the array."""
-        dtype: DType = self._storage.array.dtype
-        return dtype
+        return self._storage.array.dtype
 
     def __len__(self) -> int:
         if not self.shape:

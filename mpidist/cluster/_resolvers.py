@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mpidist._base import backend
+from mpidist._base import gpus
 from mpidist._base.expect import expect
 from mpidist.cluster._spec import ClusterSpec
 
@@ -78,7 +78,7 @@ class ClusterResolver(abc.ABC):
         return self._accelerators(task_id)
 
     def _accelerators(self, task_id: int | None) -> dict[str, int]:
-        count, _ = backend.count_gpus()
+        count, _ = gpus.count_gpus()
         return {"GPU": count} if count else {}
 
 

@@ -196,8 +196,7 @@ class Feed:
             return leaf
         if leaf.dtype.kind not in "biufcV":
             return leaf  # of strings, for example: a GPU cannot hold it
-        placed: Array = backend.place(leaf, device)
-        return placed
+        return backend.place(leaf, device)
 
     def element_spec(self) -> Nest:
         """Return the nest of specs of a replica's part."""
@@ -215,7 +214,7 @@ class Feed:
     def learn(self, own: bytes) -> None:
         """Tell all ranks what elements are like, by each `dump_spec`. Collective."""
         comm = self.collectives.comm
-        with comm.traffic.timed():
+        with comm.traffic:
             dumped = comm.all_gather_objects(own)
         found = [empty_of(pickle.loads(x)) if x else None for x in dumped]
         texts = [None if block is None else describe(block) for block in found]
@@ -264,7 +263,7 @@ class Feed:
         self, what: str, own: int, show: Callable[[int], str], remedy: str
     ) -> str:
         comm = self.collectives.comm
-        with comm.traffic.timed():
+        with comm.traffic:
             found = comm.all_gather_integers([own])
         lines = by_value([number for (number,) in found], show)
         return (

@@ -266,14 +266,8 @@ class DistributedIterator(PositionedIterator):
             block = feed.empty
         else:
             raise RuntimeError("no rank knows what the elements are like")
-        registry = feed.group.registry
-        number = registry.next_key()
-        return block.structure.unflatten(
-            [
-                registry.wrap(PerReplica, feed.place(leaf), (number, i))
-                for i, leaf in enumerate(block.leaves)
-            ]
-        )
+        placed = block.structure.unflatten(map(feed.place, block.leaves))
+        return feed.group.registry.wrap_tree(PerReplica, placed)
 
     def _call_for(self, piece: Piece | None) -> Call:
         """Return the call that this rank is about to make, with its elements' spec."""

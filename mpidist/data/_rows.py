@@ -197,8 +197,7 @@ def stack_lists(tree: Nest, call: str) -> Nest:
         leaves = [as_leaf(stack_lists(part, call), call) for part in parts]
         if not leaves:
             return np.asarray(parts)
-        found: Array = backend.module_of(leaves[0]).stack(leaves)
-        return found
+        return backend.module_of(leaves[0]).stack(leaves)
 
     return _convert_lists(tree, stacked)
 

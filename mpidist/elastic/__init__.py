@@ -7,7 +7,7 @@ that are left, with the state of the last commit. See the guide "Elastic trainin
 
 from __future__ import annotations
 
-from mpidist.elastic._run import run as run
-from mpidist.elastic._state import State as State
+from mpidist.elastic._run import run
+from mpidist.elastic._state import State
 
 __all__ = ["State", "run"]

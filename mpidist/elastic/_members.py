@@ -336,5 +336,4 @@ def _begin(
 def _exchange(comm: MpiComm, numbers: list[int]) -> list[list[int]]:
     rows = np.empty((comm.Get_size(), len(numbers)), np.int64)
     comm.Allgather(np.array(numbers, np.int64), rows)
-    table: list[list[int]] = rows.tolist()
-    return table
+    return rows.tolist()

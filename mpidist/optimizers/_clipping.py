@@ -120,8 +120,7 @@ def norm_scratch(arrays: Sequence[Array]) -> Array:
         return _NOTHING
     largest = max(arrays, key=lambda x: int(x.size))
     size = max((part.stop - part.start for part in blocks(largest)), default=0)
-    scratch: Array = backend.empty_like(largest, (size,), np.float64)
-    return scratch
+    return backend.empty_like(largest, (size,), np.float64)
 
 
 def global_norm(arrays: Sequence[Array], scratch: Array) -> Array:
@@ -137,16 +136,12 @@ def global_norm(arrays: Sequence[Array], scratch: Array) -> Array:
             wide[...] = flat[part]
             array_functions.multiply(wide, wide, out=wide)
             sums.append(wide.sum())
-    norm: Array = array_functions.sqrt(
-        sum(sums[1:], sums[0]) if sums else np.float64(0)
-    )
-    return norm
+    return array_functions.sqrt(sum(sums[1:], sums[0]) if sums else np.float64(0))
 
 
 def clip_scale(norm: Array, clip_norm: float) -> Array:
     """Return the factor for gradients of this norm; NaN for inf and NaN."""
-    scale: Array = clip_norm / array_functions.maximum(norm, clip_norm) + (norm - norm)
-    return scale
+    return clip_norm / array_functions.maximum(norm, clip_norm) + (norm - norm)
 
 
 def _scaled(x: Array, scale: Array) -> Array:
@@ -155,5 +150,4 @@ def _scaled(x: Array, scale: Array) -> Array:
         dtype = x.dtype
     wide = np.float32 if dtype.itemsize == 2 else dtype
     product = array_functions.multiply(x.astype(wide, copy=False), scale.astype(wide))
-    result: Array = product.astype(dtype, copy=False)
-    return result
+    return product.astype(dtype, copy=False)
