@@ -49,6 +49,9 @@ class ReduceOp(enum.Enum):
         )
 
 
+Reduction: TypeAlias = ReduceOp | str | ReduceFunction
+
+
 MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
 """How two values become one: an operation of MPI and of the core."""
 

@@ -22,6 +22,8 @@ HostArray: TypeAlias = np.ndarray[Any, Any]
 """A NumPy array, of any dtype and number of dimensions."""
 Nest: TypeAlias = Any
 """Arrays, numbers and other leaves in nested containers, or one such leaf."""
+Args: TypeAlias = tuple[Nest, ...] | list[Nest]
+Kwargs: TypeAlias = dict[str, Nest] | None
 
 Own = TypeVar("Own", default=Any, covariant=True)
 """What each replica has, as in ``PerReplica[float]``."""

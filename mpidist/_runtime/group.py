@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from mpidist._agreement.guard import Guard
 from mpidist._base.gpus import Device
 from mpidist._collectives.collectives import Collectives
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._runtime.registry import Registry
-
-
-class BatchReducer(Protocol):
-    """The methods of a `mpidist.CrossDeviceOps` that a group calls."""
-
-    def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
-    ) -> list[Any]:
-        """Reduce pairs of per-replica values and destinations. Collective."""
-        ...
-
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Give every replica the value that rank 0 has. Collective."""
-        ...
 
 
 class ReplicaGroup:
@@ -65,7 +51,8 @@ class ReplicaGroup:
         replica_frame: the `context.Frame` of code in a replica function.
     """
 
-    # Set by the strategy. Frames are `Any` because `context` is above this file.
+    # Set by the strategy. Frames, and the user's `CrossDeviceOps`, are `Any` because
+    # their classes are above this file.
     public_objects: tuple[object, ...]
     cross_frame: Any
     replica_frame: Any
@@ -96,7 +83,7 @@ class ReplicaGroup:
         self.host_names: tuple[str, ...] = tuple(comm.host_names)
         self.node_numbers: tuple[int, ...] = tuple(comm.node_numbers)
         self.registry: Registry = make_registry(self, comm.rank, comm.size)
-        self.custom_ops: BatchReducer | None = None
+        self.custom_ops: Any = None
         self.unfinished: Callable[[str], None] | None = None
 
     def __repr__(self) -> str:

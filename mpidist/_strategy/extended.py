@@ -16,7 +16,7 @@ from mpidist._base.expect import as_int, expect
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import Nest
+from mpidist._base.types import Args, Kwargs, Nest
 from mpidist._merge.update import Update
 from mpidist._merge.updates import update_in_replica
 from mpidist._runtime import context, dispatch, interruptions
@@ -169,8 +169,8 @@ class StrategyExtended:
         self,
         colocate_with: Variable | tuple[str, ...] | list[str],
         fn: Callable[..., Nest],
-        args: tuple[Nest, ...] | list[Nest] = (),
-        kwargs: dict[str, Nest] | None = None,
+        args: Args = (),
+        kwargs: Kwargs = None,
         group: bool = True,
     ) -> Nest:
         """Run ``fn(*args, **kwargs)`` on every device. Collective.
@@ -263,8 +263,8 @@ class StrategyExtended:
     def call_for_each_replica(
         self,
         fn: Callable[..., Nest],
-        args: tuple[Nest, ...] | list[Nest] = (),
-        kwargs: dict[str, Nest] | None = None,
+        args: Args = (),
+        kwargs: Kwargs = None,
     ) -> Nest:
         """Run ``fn`` once per replica; see `Strategy.run`. Collective."""
         kwargs = {} if kwargs is None else kwargs
@@ -394,8 +394,8 @@ class StrategyExtended:
         self,
         var: Nest,
         fn: Callable[..., Nest],
-        args: tuple[Nest, ...] | list[Nest] = (),
-        kwargs: dict[str, Nest] | None = None,
+        args: Args = (),
+        kwargs: Kwargs = None,
         group: bool = True,
     ) -> Nest:
         """Run ``fn(var, *args, **kwargs)`` on every replica, to change its copy.

@@ -16,8 +16,8 @@ from mpidist._base import backend, nest
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
-from mpidist._base.reduce_op import RULES, ReduceFunction, ReduceOp, as_reduce_op
-from mpidist._base.types import Nest
+from mpidist._base.reduce_op import RULES, ReduceOp, Reduction, as_reduce_op
+from mpidist._base.types import Args, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
@@ -49,7 +49,7 @@ from mpidist._values.variable import Variable, storage_of
 def _call_for_each_replica(
     group: ReplicaGroup,
     fn: Callable[..., Nest],
-    args: tuple[Nest, ...] | list[Nest],
+    args: Args,
     kwargs: dict[str, Nest],
 ) -> Nest:
     registry = group.registry
@@ -86,7 +86,7 @@ def _call_for_each_replica(
 @dispatch.operation("reduce")
 def _reduce(
     group: ReplicaGroup,
-    reduce_op: ReduceOp | str | ReduceFunction,
+    reduce_op: Reduction,
     value: Nest,
     axis: object,
 ) -> Nest:

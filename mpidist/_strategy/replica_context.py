@@ -10,16 +10,16 @@ import numpy as np
 
 from mpidist._agreement.begun import CollectiveHandle
 from mpidist._base.options import CommunicationOptions
-from mpidist._base.reduce_op import REDUCE_OPS, ReduceFunction, ReduceOp, as_reduce_op
+from mpidist._base.reduce_op import REDUCE_OPS, ReduceOp, Reduction, as_reduce_op
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import Given, Leaf, Nest
+from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.interruptions import tells
 from mpidist._strategy.folds import fold
 from mpidist._strategy.replica_checks import checker, require_current
 from mpidist._strategy.scope import require_scope
-from mpidist._strategy.strategy import Args, Kwargs, Strategy, group_of
+from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.distributed import PerReplica
 
@@ -115,21 +115,21 @@ class ReplicaContext:
     @overload
     def all_reduce(
         self,
-        reduce_op: ReduceOp | str | ReduceFunction,
+        reduce_op: Reduction,
         value: int | ArrayLike | PerReplica,
         options: CommunicationOptions | None = None,
     ) -> Any: ...
     @overload
     def all_reduce(
         self,
-        reduce_op: ReduceOp | str | ReduceFunction,
+        reduce_op: Reduction,
         value: Given,
         options: CommunicationOptions | None = None,
     ) -> Given: ...
 
     def all_reduce(
         self,
-        reduce_op: ReduceOp | str | ReduceFunction,
+        reduce_op: Reduction,
         value: Nest,
         options: CommunicationOptions | None = None,
     ) -> Nest:
@@ -231,21 +231,21 @@ class ReplicaContext:
     @overload
     def all_reduce_async(
         self,
-        reduce_op: ReduceOp | str | ReduceFunction,
+        reduce_op: Reduction,
         value: int | ArrayLike | PerReplica,
         options: CommunicationOptions | None = None,
     ) -> CollectiveHandle[Any]: ...
     @overload
     def all_reduce_async(
         self,
-        reduce_op: ReduceOp | str | ReduceFunction,
+        reduce_op: Reduction,
         value: Given,
         options: CommunicationOptions | None = None,
     ) -> CollectiveHandle[Given]: ...
 
     def all_reduce_async(
         self,
-        reduce_op: ReduceOp | str | ReduceFunction,
+        reduce_op: Reduction,
         value: Nest,
         options: CommunicationOptions | None = None,
     ) -> CollectiveHandle[Nest]:
@@ -387,7 +387,7 @@ class ReplicaContext:
 
     def _reduce_now(
         self,
-        op: ReduceOp | str | ReduceFunction,
+        op: Reduction,
         value: Nest,
         options: CommunicationOptions | None,
     ) -> Nest:

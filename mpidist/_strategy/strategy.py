@@ -10,9 +10,9 @@ from typing import Any, Final, NoReturn, TypeAlias, overload
 
 from mpidist._base.expect import expect
 from mpidist._base.nest import map_structure
-from mpidist._base.reduce_op import ReduceFunction, ReduceOp
+from mpidist._base.reduce_op import Reduction
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import Given, Leaf, Nest, OtherLeaf
+from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest, OtherLeaf
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
@@ -30,10 +30,6 @@ from mpidist.data import (
     InputOptions,
     InputReplicationMode,
 )
-
-Args: TypeAlias = tuple[Nest, ...] | list[Nest]
-Kwargs: TypeAlias = dict[str, Nest] | None
-Reduction: TypeAlias = ReduceOp | str | ReduceFunction
 
 
 class _Required:

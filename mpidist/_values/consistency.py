@@ -88,20 +88,13 @@ def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     text = ", ".join(f"{v.name!r} #{storage_of(v).key[0]}" for v in variables)
     digests = [digest(array_of(variable)) for variable in variables]
     found = find_differences(group, Call(f"check_in_sync({text})"), digests)
-    if not found:
-        return
     messages = [_describe(group, variables[d.number], d) for d in found[:_MOST_NAMED]]
-    if len(found) > _MOST_NAMED:
-        messages.append(f"  and {len(found) - _MOST_NAMED} more variables")
-    raise OutOfSyncError(
-        on_rank(
-            group.replica_id,
-            "check_in_sync: the copies of a mirrored variable differ:\n"
-            + "\n".join(messages)
-            + "\nFind what changed them. Rank 0's copy for all: `variable.assign("
-            "strategy.extended.broadcast_to(variable.value(), variable))`",
-        )
+    head = "check_in_sync: the copies of a mirrored variable differ:"
+    advice = (
+        "Find what changed them. Rank 0's copy for all: `variable.assign("
+        "strategy.extended.broadcast_to(variable.value(), variable))`"
     )
+    _report(group, head, messages, len(found), "variables", advice)
 
 
 def compare_arrays(
@@ -123,19 +116,21 @@ def compare_arrays(
     ]
     text = f"{call} of {{{', '.join(described)}}}"
     found = find_differences(group, Call(text), digests)
-    if not found:
-        return
     names = list(named)
     lines = [f"  {names[d.number]!r} {d}" for d in found[:_MOST_NAMED]]
-    if len(found) > _MOST_NAMED:
-        lines.append(f"  and {len(found) - _MOST_NAMED} more tensors")
-    listed = "\n".join(lines)
-    raise OutOfSyncError(
-        on_rank(
-            group.replica_id,
-            f"{call}: tensors differ between ranks:\n{listed}\n{advice}",
-        )
-    )
+    head = f"{call}: tensors differ between ranks:"
+    _report(group, head, lines, len(found), "tensors", advice)
+
+
+def _report(
+    group: ReplicaGroup, head: str, lines: list[str], count: int, kind: str, advice: str
+) -> None:
+    """Raise OutOfSyncError with these lines of ``count``; return if there are none."""
+    if count > len(lines):
+        lines = [*lines, f"  and {count - len(lines)} more {kind}"]
+    if lines:
+        text = "\n".join([head, *lines, advice])
+        raise OutOfSyncError(on_rank(group.replica_id, text))
 
 
 def compare_in_step(

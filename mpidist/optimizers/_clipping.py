@@ -134,7 +134,7 @@ def global_norm(arrays: Sequence[Array], scratch: Array) -> Array:
         for part in blocks(flat):
             wide = scratch[: part.stop - part.start]
             wide[...] = flat[part]
-            array_functions.multiply(wide, wide, out=wide)
+            wide *= wide
             sums.append(wide.sum())
     return array_functions.sqrt(sum(sums[1:], sums[0]) if sums else np.float64(0))
 

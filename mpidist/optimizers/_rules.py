@@ -94,7 +94,7 @@ class SGD(Optimizer):
         t, u = block.t, block.u
         if as_keras:
             if decay:
-                array_functions.multiply(w, 1 - rate * decay, out=w)
+                w *= 1 - rate * decay
             g = array_functions.multiply(g, rate, out=u)
             rate = 1.0
         elif decay:
@@ -102,15 +102,15 @@ class SGD(Optimizer):
             g = array_functions.add(g, t, out=u)
         if block.slots:
             (m,) = block.slots
-            array_functions.multiply(m, momentum, out=m)
-            array_functions.add(m, g, out=m)
+            m *= momentum
+            m += g
             if nesterov:
                 array_functions.multiply(m, momentum, out=t)
                 g = array_functions.add(t, g, out=t)
             else:
                 g = m
         array_functions.multiply(g, rate, out=t)
-        array_functions.subtract(w, t, out=w)
+        w -= t
 
 
 class Adam(Optimizer):
@@ -191,20 +191,20 @@ class Adam(Optimizer):
         new_1, beta_2, correction, epsilon, size, keep = constants
         t, (m, v) = block.t, block.slots
         array_functions.subtract(g, m, out=t)
-        array_functions.multiply(t, new_1, out=t)
-        array_functions.add(m, t, out=m)
-        array_functions.multiply(v, beta_2, out=v)
+        t *= new_1
+        m += t
+        v *= beta_2
         array_functions.multiply(g, g, out=t)
-        array_functions.multiply(t, 1 - beta_2, out=t)
-        array_functions.add(v, t, out=v)
+        t *= 1 - beta_2
+        v += t
         array_functions.sqrt(v, out=t)
-        array_functions.multiply(t, correction, out=t)
-        array_functions.add(t, epsilon, out=t)
+        t *= correction
+        t += epsilon
         array_functions.divide(m, t, out=t)
-        array_functions.multiply(t, size, out=t)
+        t *= size
         if keep != 1.0:
-            array_functions.multiply(w, keep, out=w)
-        array_functions.subtract(w, t, out=w)
+            w *= keep
+        w -= t
 
 
 class AdamW(Adam):
@@ -343,15 +343,15 @@ class RMSprop(Optimizer):
         rate, rho, momentum, epsilon, centered, as_keras = constants
         t, u, slots = block.t, block.u, block.slots
         v = slots[0]
-        array_functions.multiply(v, rho, out=v)
+        v *= rho
         array_functions.multiply(g, g, out=t)
-        array_functions.multiply(t, 1 - rho, out=t)
-        array_functions.add(v, t, out=v)
+        t *= 1 - rho
+        v += t
         if centered:
             a = slots[1]
             array_functions.subtract(g, a, out=t)
-            array_functions.multiply(t, 1 - rho, out=t)
-            array_functions.add(a, t, out=a)
+            t *= 1 - rho
+            a += t
             array_functions.multiply(a, a, out=t)
             array_functions.subtract(v, t, out=t)
             array_functions.maximum(t, 0.0, out=t)  # rounding may make it negative
@@ -360,14 +360,14 @@ class RMSprop(Optimizer):
             v = array_functions.add(v, epsilon, out=t)
         array_functions.sqrt(v, out=t)
         if not as_keras:
-            array_functions.add(t, epsilon, out=t)
+            t += epsilon
         g = array_functions.divide(g, t, out=u)
         if as_keras:
             g = array_functions.multiply(g, rate, out=u)
             rate = 1.0
         if momentum:
             m = slots[-1]
-            array_functions.multiply(m, momentum, out=m)
+            m *= momentum
             g = array_functions.add(m, g, out=m)
         array_functions.multiply(g, rate, out=t)
-        array_functions.subtract(w, t, out=w)
+        w -= t

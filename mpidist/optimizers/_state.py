@@ -281,7 +281,7 @@ class State:
                 for block in self._blocks[index]:
                     _update(block, formula, gradient, scale, limit, numbers)
             count = array_of(self.iterations)
-            array_functions.add(count, 1, out=count)
+            count += 1
 
     def share(self, variables: list[Variable], call: str) -> None:
         """Give all ranks the parts that the others have changed. Collective if sharded.
