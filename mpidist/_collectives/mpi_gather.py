@@ -154,9 +154,11 @@ class MpiGather(Plan):
             guard, comm = self._guard, self._comm
             pairs = zip(arrays, self._leaves, strict=True)
             lengths = [int(x.shape[leaf.axis]) for x, leaf in pairs]
-            with guard.checking(self.call):
+            try:  # as in `PreparedPlan`
                 self._transports.device.check()
                 memory = self.guess(arrays, lengths)
+            except Exception as error:
+                raise guard.fail(self.call, error) from None
             same = False
             if guard.enabled:
                 value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))

@@ -253,9 +253,11 @@ class PreparedPlan(Plan, Generic[_Work]):
     ) -> Results:
         """Agree with the other ranks, and move; see `Plan`."""
         guard, call = self._guard, call or self.call
-        with guard.checking(call):
+        try:  # not `checking`, which takes four calls of Python
             # Allocate before the agreement: a failure must be reported to all ranks.
             work = self._prepare(list(arrays))
+        except Exception as error:
+            raise guard.fail(call, error) from None
         with self._comm.traffic:
             self._agree(call, timeout)
             # An exception of NumPy (`np.seterr`) would leave the others waiting.
