@@ -376,13 +376,7 @@ class Guard(SharedState):
         return found
 
     def checking(self, call: str | Call) -> Checking:
-        """Return a context in which this rank alone checks, or prepares, a call.
-
-        All ranks raise what that raises (`fail`).
-
-        Args:
-            call: its name, if its arguments are checked; else the call.
-        """
+        """Return a context in which this rank alone checks, or prepares, a call."""
         return Checking(self.fail, call)
 
     def span(self, text: str) -> contextlib.AbstractContextManager[None]:

@@ -15,14 +15,14 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.reduce_op import COMBINE, ReduceOp
+from mpidist._base.reduce_op import COMBINE, MPIOp, ReduceOp
 from mpidist._base.types import Array, DType, Shape
 from mpidist._collectives.compression import LEAST_BYTES, Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
 from mpidist._collectives.transports import Reducer
-from mpidist._mpi.communicator import Communicator, MPIOp
+from mpidist._mpi.communicator import Communicator
 
 _BYTES: Final = np.dtype(np.uint8)
 

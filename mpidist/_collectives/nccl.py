@@ -19,8 +19,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from mpidist._base import backend, gpus
+from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import DeviceArray, DType
-from mpidist._mpi.communicator import AnyCommunicator, MPIOp
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 NcclCommunicator: TypeAlias = Any
 """A `cupy.cuda.nccl.NcclCommunicator`; CuPy has no types."""

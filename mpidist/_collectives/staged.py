@@ -19,9 +19,9 @@ import numpy as np
 
 from mpidist._base import backend, gpus
 from mpidist._base.memory import LINE, round_up
+from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import Array, DeviceArray, DType, HostArray
 from mpidist._collectives.transports import DirectTransport
-from mpidist._mpi.communicator import MPIOp
 
 
 class HostMemory:

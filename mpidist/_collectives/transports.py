@@ -13,8 +13,9 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend
+from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import Array, DType
-from mpidist._mpi.communicator import AnyCommunicator, MPIOp
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 
 class Transport(Protocol):

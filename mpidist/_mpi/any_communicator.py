@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
 from mpidist._base.errors import as_told, on_rank
-from mpidist._mpi.buffers import Buffer, MPIOp
+from mpidist._base.reduce_op import MPIOp
+from mpidist._mpi.buffers import Buffer
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")

@@ -15,23 +15,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.memory import LINE, leak, round_up
-from mpidist._base.reduce_op import COMBINE
-from mpidist._base.reduce_op import MPIOp as MPIOp
+from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
 from mpidist._mpi.way import MOST_PIECE, Way, way_of
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
-
-# MPI 3 counts in C ints.
-_MOST_BYTES: Final = 2**31 - 2**20
 
 
 class Transfer:
@@ -104,8 +100,8 @@ class BufferCollectives:
         most_bytes: the most bytes of one collective.
     """
 
-    # Of the class, so that tests can set a smaller one of an object.
-    most_bytes = _MOST_BYTES
+    # MPI 3 counts in C ints. Of the class: tests set a smaller one of an object.
+    most_bytes = 2**31 - 2**20
 
     def __init__(
         self,
@@ -399,7 +395,5 @@ def _parts(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
 
 def split(texts: HostArray, counts: list[int]) -> list[bytes]:
     """Return the bytes of each rank."""
-    return [
-        texts[start : start + count].tobytes()
-        for start, count in zip(starts_of(counts), counts, strict=True)
-    ]
+    ends = itertools.accumulate(counts)
+    return [texts[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]

@@ -30,11 +30,11 @@ import numpy as np
 from mpidist import _native
 from mpidist._base import machine
 from mpidist._base.environment import AllReduceChoice
+from mpidist._base.reduce_op import MPIOp
 from mpidist._mpi import between, collective_release, survival, versions
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, Request
 from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
 from mpidist._mpi.buffers import Buffer, BufferCollectives, Waiter, split
-from mpidist._mpi.buffers import MPIOp as MPIOp
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
 from mpidist._mpi.pending import Pending, has_ended

@@ -15,11 +15,10 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
-from mpidist._base.reduce_op import COMBINE
+from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.any_communicator import AnyCommunicator, Request
 from mpidist._mpi.buffers import Buffer
-from mpidist._mpi.communicator import MPIOp
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending, Round
 
