@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from mpidist._base.remedies import (
     explain_attributes,
@@ -65,8 +65,13 @@ class Checkpoint:
             those of others when they are saved.
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *root: NoReturn, **objects: Any) -> None:
         """Store the objects by name; nothing is read yet."""
+        if root:
+            raise TypeError(
+                "Checkpoint: expected objects by name, got one without; write "
+                "`mpidist.Checkpoint(model=model)`"
+            )
         for name in objects:
             if hasattr(Checkpoint, name):
                 raise ValueError(

@@ -146,8 +146,8 @@ class Concatenate(_Pairs, _Several):
         self.inherit_from((first, second))
         sizes = [first.size, second.size]
         self.size = min(sum(sizes), INFINITE)
-        if UNKNOWN in sizes and max(sizes) < INFINITE:
-            self.size = UNKNOWN
+        if UNKNOWN in sizes:
+            self.size = INFINITE if max(sizes) >= INFINITE else UNKNOWN
         if first.batch_size is not None and second.batch_size is not None:
             self.batch_size = max(first.batch_size, second.batch_size)
         self.whole = first.whole or second.whole

@@ -32,7 +32,7 @@ from mpidist.data._sources import (
     declared,
     slices_of,
 )
-from mpidist.data._stage import Stage, name_of
+from mpidist.data._stage import Stage, Token, name_of
 from mpidist.data._stages import Shuffle
 
 FilePattern: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -86,8 +86,11 @@ def as_call(method: str, name: str, function: object) -> str:
 class DatasetIterator(PositionedIterator):
     """Iterates over the elements of a `Dataset`: the result of ``iter(dataset)``.
 
-    Its threads, if there are any, end with it. An exception ends it, too; to continue
-    after one, pass its `state` to `restore`.
+    Its threads, if there are any, end with it. An element whose function raised an
+    exception is left out, as in tf.data: the next call goes on after it; to try it
+    again, pass `state` to `restore`. After an exception of what finds the elements (a
+    generator, a predicate, the function of `interleave`), later calls raise a
+    RuntimeError.
     """
 
     def __init__(self, dataset: Elements) -> None:
@@ -99,26 +102,46 @@ class DatasetIterator(PositionedIterator):
         self._iteration, self._position = iteration, position
         self._dataset._iterations = iteration + 1
         self._elements: Iterator[Nest] | None = None
-        self._ended = False
+        self._ended = self._failed = False
+        self._broken: Exception | None = None  # by what finds the elements
 
     def _step(self, call: str) -> tuple[bool, Nest]:
         if self._ended:
             return False, None
+        if self._broken:
+            raise RuntimeError(
+                f"{call}: the input raised a {type(self._broken).__name__} and cannot "
+                "continue; make a new iterator with `iter(dataset)`"
+            ) from self._broken
+        self._position += self._failed
+        self._failed = False
         try:
             if self._elements is None:
-                stage = self._stage
-                tokens = stage.tokens((self._iteration,), self._position)
-                self._elements = stage.load(tokens)
-                if stage.depth:
-                    self._elements = read_ahead(self._elements, stage.depth)
+                self._raised: list[Exception] = []
+                self._elements = self._stage.load(self._tokens(self._raised))
+                if self._stage.depth:
+                    self._elements = read_ahead(self._elements, self._stage.depth)
             element = next(self._elements)
-        except BaseException as error:
+        except StopIteration:
             self._ended, self._elements = True, None
-            if isinstance(error, StopIteration):
-                return False, None
+            return False, None
+        except Exception as error:
+            self._elements, self._failed = None, True
+            if any(error is raised for raised in self._raised):
+                self._broken = error
+            raise
+        except BaseException:  # Ctrl-C: the element is read again
+            self._elements = None
             raise
         self._position += 1
         return True, element
+
+    def _tokens(self, raised: list[Exception]) -> Iterator[Token]:
+        try:
+            yield from self._stage.tokens((self._iteration,), self._position)
+        except Exception as error:
+            raised.append(error)
+            raise
 
     @property
     def element_spec(self) -> Nest:

@@ -93,8 +93,26 @@ def as_leaf(x: Any, call: str) -> Array:
             return _from_dlpack(x, call)
         if hasattr(x, "__array__") and not hasattr(type(x), "_as_component"):
             return _native(np.asarray(x))
+        if isinstance(x, (str, bytes)):
+            return exact_array(x)
     leaf, _ = backend.as_array(x, call)
     return leaf
+
+
+def exact_array(x: Any) -> HostArray:
+    """Return a list, a string or bytes as an array.
+
+    Raises:
+        ValueError: for text that NumPy would change.
+    """
+    array = np.asarray(x)
+    if array.dtype.kind in "SU" and array.tolist() != x:
+        raise ValueError(
+            f"Dataset: NumPy would change {x!r:.60}, as it drops NULs at the end of "
+            "strings and bytes, and makes text of numbers beside text; write "
+            "`numpy.frombuffer(data, numpy.uint8)` for bytes"
+        )
+    return array
 
 
 def _from_dlpack(x: Any, call: str) -> Array:
@@ -177,17 +195,17 @@ def _convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
 
 
 def lists_to_arrays(tree: Nest) -> Nest:
-    """Convert lists of numbers in a nest to arrays; other lists stay nests."""
+    """Convert lists of numbers or text in a nest to arrays; other lists stay nests."""
     return _convert_lists(
         tree,
-        lambda x: np.asarray(x) if _holds_numbers(x) else [*map(lists_to_arrays, x)],
+        lambda x: exact_array(x) if _is_array(x) else [*map(lists_to_arrays, x)],
     )
 
 
-def _holds_numbers(tree: Nest) -> bool:
+def _is_array(tree: Nest) -> bool:
     if isinstance(tree, list):
-        return bool(tree) and all(_holds_numbers(part) for part in tree)
-    return isinstance(tree, (bool, int, float, complex, str, np.generic))
+        return all(map(_is_array, tree))
+    return isinstance(tree, (bool, int, float, complex, str, bytes, np.generic))
 
 
 def stack_lists(tree: Nest, call: str) -> Nest:

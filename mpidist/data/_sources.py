@@ -14,6 +14,7 @@ from mpidist.data._rows import (
     RowBlock,
     as_leaf,
     block_of,
+    exact_array,
     gather,
     lists_to_arrays,
     map_like,
@@ -134,13 +135,14 @@ _END: Final = object()
 def _as_declared(spec: ArraySpec, x: Nest) -> HostArray:
     """Return a leaf of a generator's element as an array of its declared spec."""
     try:
-        array: HostArray = np.asarray(x)
+        is_text = isinstance(x, (str, bytes, list))
+        array: HostArray = exact_array(x) if is_text else np.asarray(x)
     except Exception as error:
         raise TypeError(
             f"{_GENERATOR}: the generator yielded {x!r:.80}, which is not an array of "
             f"{spec.dtype}: {error}"
         ) from error
-    if not np.can_cast(array.dtype, spec.dtype, "same_kind"):
+    if array.size and not np.can_cast(array.dtype, spec.dtype, "same_kind"):
         raise TypeError(
             f"{_GENERATOR}: expected elements of dtype {spec.dtype}, as in the "
             f"`output_signature`, but the generator yielded {array.dtype}: {x!r:.80}"
@@ -216,7 +218,7 @@ class Generated(Stage):
 
 def _copied(x: Any) -> Any:
     if isinstance(x, (str, bytes)):
-        return np.asarray(x)[()]
+        return exact_array(x)[()]
     return x.copy() if isinstance(x, np.ndarray) else x
 
 

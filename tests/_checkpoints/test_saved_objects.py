@@ -103,6 +103,8 @@ def test_names():
         mpidist.Checkpoint(a={"b": v}, **{"a/b": v})
     with pytest.raises(ValueError, match="'save' is the name of its method"):
         mpidist.Checkpoint(save=v)
+    with pytest.raises(TypeError, match=r"write `mpidist.Checkpoint\(model=model\)`"):
+        mpidist.Checkpoint(v)
     with pytest.raises(ValueError, match="a null byte"):
         mpidist.Checkpoint(a={"b\0": v})
     checkpoint = mpidist.Checkpoint(v=v)

@@ -475,7 +475,7 @@ def test_what_is_no_dataset_of_batches(strategy, given, error, message):
         ((np.ones(3), np.ones(4)), "the same number of rows"),
         ([], "element without arrays"),
         (None, "got None"),
-        ("text", "expected an array or a number"),
+        ("text", "got an element with a scalar"),
     ],
 )
 def test_elements_that_can_not_be_split(strategy, element, message):

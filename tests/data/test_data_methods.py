@@ -201,6 +201,9 @@ def test_concatenate_and_enumerate():
     both = Dataset.range(3).concatenate(Dataset.range(2, output_type=np.int64))
     assert len(both) == 5
     assert both.concatenate(both.repeat()).cardinality() == -1
+    some = both.filter(lambda x: x < 2)
+    assert some.concatenate(both.repeat()).cardinality() == -1
+    assert some.concatenate(both).cardinality() == -2
     one = Dataset.from_tensor_slices(np.zeros((2, 3)))
     two = Dataset.from_tensor_slices(np.zeros((2, 4)))
     assert one.concatenate(two).element_spec == ArraySpec((None,), np.dtype(float))
@@ -482,9 +485,89 @@ def test_an_iterator_goes_on_after_an_exception_by_restore():
     assert lists(itertools.islice(iterator, 2)) == [0, 1]
     with pytest.raises(KeyError, match="element 2"):
         next(iterator)
-    with pytest.raises(StopIteration):
+    state = iterator.state()
+    assert lists(iterator) == [3, 4]
+    iterator.restore(state)
+    with pytest.raises(KeyError, match="element 2"):
         next(iterator)
-    assert iterator.state()["position"] == 2
+
+
+def bad_row(x):
+    if x == 2:
+        raise KeyError(f"row {x}")
+    return x
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Dataset.range(5).filter(lambda x: bad_row(x) >= 0),
+        Dataset.from_generator(lambda: map(bad_row, range(5))),
+        Dataset.range(5).flat_map(lambda x: Dataset.from_tensors(bad_row(x))),
+    ],
+    ids=["filter", "generator", "flat_map"],
+)
+def test_after_an_exception_of_its_source_an_iterator_does_not_end_silently(
+    dataset, depth
+):
+    iterator = iter(dataset.prefetch(depth))
+    assert lists(itertools.islice(iterator, 2)) == [0, 1]
+    with pytest.raises(KeyError, match="row 2"):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="raised a KeyError and cannot continue"):
+            next(iterator)
+
+
+def test_a_row_that_fails_is_left_out_though_the_source_fails_later():
+    rows = Dataset.from_generator(lambda: map(bad_row, (0, 1, 2))).map(fails_at(0))
+    iterator = iter(rows.prefetch(4))
+    with pytest.raises(KeyError, match="element 0"):
+        next(iterator)
+    assert next(iterator) == 1
+    with pytest.raises(KeyError, match="row 2"):
+        next(iterator)
+
+
+def test_an_empty_list_is_an_array_without_rows():
+    assert lists(Dataset.from_tensor_slices([])) == []
+    assert lists(Dataset.from_tensor_slices({"a": [], "b": ([], [])})) == []
+    assert Dataset.from_tensor_slices([]).element_spec.shape == ()
+    words = Dataset.from_generator(
+        lambda: iter([[1, 2], [], [3]]), output_types=np.int64
+    )
+    (batch,) = words.padded_batch(3)
+    assert batch.dtype == np.int64
+    assert batch.tolist() == [[1, 2], [0, 0], [3, 0]]
+
+
+def test_text_and_bytes():
+    names = Dataset.from_tensor_slices(["a", "bcd"]).map(lambda x: x.upper())
+    (batch,) = names.batch(2)
+    assert batch.tolist() == ["A", "BCD"]
+    assert lists(Dataset.from_tensors({"name": "abc"})) == [{"name": "abc"}]
+    assert lists(Dataset.from_tensor_slices([b"a", b"bcd"]).batch(2)) == [
+        [b"a", b"bcd"]
+    ]
+    words = Dataset.from_generator(lambda: iter([["a"], ["b", "cde"]]))
+    (batch,) = words.padded_batch(2, padding_values="end")
+    assert batch.tolist() == [["a", "end"], ["b", "cde"]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Dataset.from_generator(lambda: iter([b"ab\0"])),
+        lambda: Dataset.from_generator(lambda: iter([b"ab\0"]), output_types="S3"),
+        lambda: Dataset.from_tensor_slices([b"ab\0", b"c"]),
+        lambda: Dataset.range(1).map(lambda x: b"ab\0").batch(1),
+        lambda: Dataset.from_tensors([1, "a"]),
+    ],
+)
+def test_text_that_numpy_would_change_is_refused(make):
+    with pytest.raises((TypeError, ValueError), match="NumPy would change"):
+        list(make())
 
 
 D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
@@ -522,7 +605,7 @@ D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
             ValueError,
             r"same first dimension, got shapes \(\(3,\), \(4,\)\)",
         ),
-        (lambda: D.from_tensor_slices("text"), TypeError, "expected"),
+        (lambda: D.from_tensor_slices("text"), ValueError, "at least one"),
         (lambda: D.from_tensor_slices(None), TypeError, "got None"),
         (lambda: D.from_tensor_slices(np.ma.masked_array([1])), TypeError, "masked"),
         (lambda: D([1, 2]), TypeError, "from_tensor_slices"),
@@ -656,8 +739,7 @@ def test_an_exception_in_a_thread_comes_at_its_place(dataset):
     assert lists(itertools.islice(iterator, 3)) == [0, 1, 2]
     with pytest.raises(KeyError, match="element 3"):
         next(iterator)
-    with pytest.raises(StopIteration):
-        next(iterator)
+    assert lists(iterator) == [4, 5, 6, 7, 8]
     wait_for_no_thread()
 
 
