@@ -69,6 +69,9 @@ def test_a_task_of_a_step_without_gpus(given):
     assert resolver.master("worker", 0, "x") == "x://n09:8888"
     assert resolver.num_accelerators() == {}
     assert SlurmClusterResolver(gpus_per_task=0).num_accelerators() == {}
+    resolver = SlurmClusterResolver()
+    resolver.task_type, resolver.task_id = "worker", 1
+    assert resolver.master() == "grpc://n09:8889"  # of what was set, as in TensorFlow
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
