@@ -24,6 +24,8 @@ tas
 }
 s/\btf\.compat\.v[12]\./tf./g
 s/\btf\.contrib\.distribute\./tf.distribute./g
+s/\bfrom tensorflow\.python\.distribute import values\b/import mpidist as values/
+s/\bfrom tensorflow\.python\.distribute\.values import\b/from mpidist import/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g
 s/\btf\.__version__/mpidist.__version__/g
@@ -31,12 +33,14 @@ s/tf\.__internal__\.distribute\.(interim\.)?/mpidist./g
 s/tf\.types\.experimental\.distributed\./mpidist./g
 s/tf\.data\.experimental\.cardinality\(([^()]*)\)/\1.cardinality()/g
 s/tf\.data\.(experimental\.)?/mpidist.data./g
+s/\btf\.train\.CheckpointOptions\b([^(]|$)/object\1/g
 s/tf\.train\.list_variables\(([^()]*)\)/[(name, x.shape) for name, x in mpidist.load_checkpoint(\1).items()]/g
 s/tf\.train\.ClusterSpec/mpidist.cluster.ClusterSpec/g
 s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
 s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
 s/tf\.train\./mpidist./g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
+s/\b(tf\.)?keras\.mixed_precision\.(experimental\.)?LossScaleOptimizer\b/mpidist.optimizers.LossScaleOptimizer/g
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
 s/(\(|^ +)(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/\1):/
 s/\bisinstance\(([^(),]*), *(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\)/callable(\1)/g
@@ -104,6 +108,16 @@ s/\btf\.logging\.set_verbosity\(/tf_logging.basicConfig(level=/g
 s/\btf\.(get_logger|logging\.get_logger)\(\)/tf_logging.getLogger("tf")/g
 s/\btf\.logging\.(DEBUG|ERROR|FATAL|INFO|WARN|debug|error|fatal|info|warning)\b/tf_logging.\1/g
 s/\btf\.logging\.warn\(/tf_logging.warning(/g
+s/\btf\.config\.([a-z_]+\.)?(set|run|enable|experimental_run|experimental_connect)_\w+\(/(lambda *_, **__: None)(/g
+s/\btf\.experimental\.async_scope\(/contextlib.nullcontext(/g
+s/\btf\.experimental\.async_clear_error\(\)/None/g
+s/\btf\.executing_eagerly\(\)/True/g
+s/\btf\.is_tensor\(([^()]*)\)/isinstance(\1, (np.ndarray, np.generic, mpidist.Variable))/g
+/^ *@tf\.autograph\.experimental\.do_not_convert$/d
+s/\btf\.autograph\.experimental\.do_not_convert\(/(lambda func: func)(/g
+s/\btf\.autograph\.experimental\.set_loop_options\(/(lambda **_: None)(/g
+s/(^|[^].[:alnum:]_])(\w+(\.\w+)*)\.get_concrete_function\(/\1(lambda *_, **__: \2)(/g
+s/\btf\.summary\.experimental\.([gs]et_step)\b/mpidist.summary.\1/g
 s/\btf\.group\(/(lambda *calls: None)(/g
 s/\btf\.no_op\(\)/None/g
 s/\btf\.print\(/print(/g
@@ -117,7 +131,7 @@ s/\btf\.function\(/(lambda func=lambda f: f, *_, **__: func)(/g
 s/\btf\.get_variable\(([^,]*), *(shape=)?(\[[^]]*\]), *initializer=tf\.zeros_initializer(\(\))?\)/mpidist.Variable(np.zeros(\3), name=\1)/
 s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|get_variable)\b/mpidist.\1/g
 s/\btf\.(global_variables_initializer|layers|placeholder|trainable_variables)\b/mpidist.\1/g
-s/\btf\.(GradientTape|Module|config|debugging|errors|function|io|keras|losses|metrics)\b/mpidist.\1/g
+s/\btf\.(GradientTape|gradients|Module|config|debugging|errors|function|io|keras|losses|metrics)\b/mpidist.\1/g
 s/\btf\.(nn|profiler|random|saved_model|summary|test|tpu|types)\b/mpidist.\1/g
 s/\.value\(\)/.read_value()/g
 s/\b(\w+(\.\w+|\[[^][]*\]|\(([^()]|\([^()]*\))*\))*)\.numpy\(\)/np.array(\1)[()]/g

@@ -15,6 +15,7 @@ from mpidist import (
     metrics,
     nest,
     optimizers,
+    summary,
     testing,
 )
 from mpidist._base import remedies as _remedies
@@ -164,6 +165,7 @@ __all__ = [
     "scale_regularization_loss",
     "seed_all",
     "strategy_supports_no_merge_call",
+    "summary",
     "testing",
     "timeline",
     "variable_creator_scope",
@@ -183,6 +185,7 @@ for _module in (
     metrics,
     nest,
     optimizers,
+    summary,
     testing,
 ):
     for _name in set(_module.__all__) - set(__all__):
@@ -190,7 +193,16 @@ for _module in (
             getattr(_module, _name).__module__ = _module.__name__
 del _module, _name
 
-for _module in (cluster, data, experimental, losses, metrics, nest, optimizers):
+for _module in (
+    cluster,
+    data,
+    experimental,
+    losses,
+    metrics,
+    nest,
+    optimizers,
+    summary,
+):
     _remedies.explain_module(_module.__name__)
 _remedies.explain_module(__name__)
 del _module

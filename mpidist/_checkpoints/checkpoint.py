@@ -252,6 +252,9 @@ class RestoreStatus(list[str]):
         """Return this status. Write ``restore(path, partial=True)`` for its effect."""
         return self
 
+    def initialize_or_restore(self, session: object = None) -> None:
+        """Do nothing: `Checkpoint.restore` has restored."""
+
     def assert_consumed(self) -> RestoreStatus:
         """Return this status if everything in the checkpoint was restored.
 

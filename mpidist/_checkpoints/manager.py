@@ -17,6 +17,7 @@ from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 from mpidist._checkpoints.reader import CheckpointFiles
 from mpidist._checkpoints.saved_objects import as_path
 from mpidist._runtime.interruptions import tells
+from mpidist._values.variable import Variable
 
 
 class _Entry(NamedTuple):
@@ -45,6 +46,11 @@ class CheckpointManager:
         max_to_keep: the number of checkpoints to keep; None keeps all.
         checkpoint_name: the prefix of the names in the directory.
         format: the format of the array file, as for `Checkpoint.save`.
+        step_counter: the variable that ``checkpoint_interval`` counts.
+        checkpoint_interval: `save` does nothing before the counter has grown by this
+            number since the last checkpoint; None: it always saves.
+        init_fn: a function that `restore_or_initialize` calls if there is no
+            checkpoint.
 
     Raises:
         TypeError, ValueError: if an argument is invalid; on all ranks.
@@ -58,6 +64,10 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         checkpoint_name: str = "ckpt",
         format: storage.FileFormat = "npz",
+        *,
+        step_counter: Variable | None = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], object] | None = None,
     ) -> None:
         """Read the directory. Collective, at program level."""
         expect(
@@ -72,6 +82,7 @@ class CheckpointManager:
 
         def check() -> str:
             _check_arguments(max_to_keep, checkpoint_name)
+            _check_interval(checkpoint_interval, step_counter)
             storage.check_format({}, format)
             path = as_path(directory, "CheckpointManager")
             assert path is not None
@@ -82,6 +93,9 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._format = format
+        self._interval, self._counter = checkpoint_interval, step_counter
+        self._init_fn = init_fn
+        self._saved_step: int | None = None
         call.agree(f"(max_to_keep={max_to_keep}, checkpoint_name={checkpoint_name!r})")
 
         def scan() -> tuple[str, str, tuple[list[_Entry], int]]:
@@ -133,9 +147,24 @@ class CheckpointManager:
         """
         return self._entries[-1].path if self._entries else None
 
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """The argument ``checkpoint_interval``."""
+        return self._interval
+
+    def _step(self) -> int | None:
+        """Return the value of the counter, if there is an interval."""
+        return None if self._interval is None else int(self._counter or 0)
+
     @tells("CheckpointManager.save", lambda self: objects_of(self.checkpoint).group)
     @explain_keywords("CheckpointManager.save")
-    def save(self, checkpoint_number: object = None, wait: bool = True) -> str:
+    def save(
+        self,
+        checkpoint_number: object = None,
+        wait: bool = True,
+        *,
+        check_interval: bool = True,
+    ) -> str | Any:
         """Save a new checkpoint, then delete the oldest. Collective.
 
         At program level. Before writing it deletes what killed jobs have left, and all
@@ -146,14 +175,21 @@ class CheckpointManager:
                 highest number plus 1.
             wait: False: a thread of rank 0 writes it, as for `Checkpoint.save`. Of one
                 kept checkpoint the one before stays, too, until the next save.
+            check_interval: False: save it before ``checkpoint_interval`` is over, too.
 
         Returns:
-            Its path.
+            Its path; None if ``checkpoint_interval`` is not over. The type includes
+            ``Any`` for type checkers: without an interval no test for None is needed.
 
         Raises:
             OSError: as for `Checkpoint.save`; also its other errors.
         """
         name = "CheckpointManager.save"
+        step = self._step()
+        if step is not None:
+            last, interval = self._saved_step, self._interval or 0
+            if check_interval and last is not None and step - last < interval:
+                return None
         call = objects_of(self._checkpoint).call(name)
         background.finish(call)
         self._make_own_directory()
@@ -188,7 +224,7 @@ class CheckpointManager:
                 self._entries = [*kept, _Entry(saved_at, number, path)]
                 self._highest = max(self._highest, number)
 
-        return objects_of(self._checkpoint).save(
+        saved = objects_of(self._checkpoint).save(
             path,
             self._format,
             name,
@@ -197,6 +233,8 @@ class CheckpointManager:
             around=around,
             ended=ended,
         )
+        self._saved_step = step
+        return saved
 
     @tells("restore_or_initialize", lambda self: objects_of(self.checkpoint).group)
     def restore_or_initialize(self) -> str | None:
@@ -229,7 +267,10 @@ class CheckpointManager:
                 # Outside the `try`: an exception in a user's `restore` is no reason to
                 # start from the beginning.
                 restore()
+                self._saved_step = self._step()
                 return path
+        if self._init_fn is not None:
+            self._init_fn()
         return None
 
 
@@ -326,6 +367,15 @@ def _as_number(given: object) -> int:
         x = given.numpy()
     kind = "an int, or a variable of an integer dtype and shape ()"
     return as_int("CheckpointManager.save", "checkpoint_number", x, least=0, kind=kind)
+
+
+def _check_interval(interval: object, counter: object) -> None:
+    if interval is not None:
+        call = "CheckpointManager"
+        as_int(call, "checkpoint_interval", interval, least=1, hint="None always saves")
+        expected = "`step_counter` to be a `mpidist.Variable`"
+        hint = "write `step_counter=optimizer.iterations`"
+        expect(isinstance(counter, Variable), call, expected, counter, hint)
 
 
 def _check_arguments(max_to_keep: object, checkpoint_name: object) -> None:

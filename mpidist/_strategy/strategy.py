@@ -74,6 +74,7 @@ class Strategy:
     """
 
     _name = "Strategy"
+    _deals = False  # the elements of one input pipeline, in turn
 
     def __init__(self, group: ReplicaGroup) -> None:
         """Wrap a group of replicas for users."""
@@ -503,7 +504,9 @@ class Strategy:
         Raises:
             ReplicaError: if ``dataset_fn`` raised on another rank.
         """
-        return DistributedDataset._of_function(self._group, dataset_fn, options)
+        return DistributedDataset._of_function(
+            self._group, dataset_fn, options, deals=self._deals
+        )
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -549,7 +552,7 @@ class Strategy:
             options = InputOptions(experimental_replication_mode=replication_mode)
         return iter(
             DistributedDataset._of_function(
-                self._group, input_fn, options, call, functions=True
+                self._group, input_fn, options, call, functions=True, deals=self._deals
             )
         )
 

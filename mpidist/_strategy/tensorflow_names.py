@@ -61,6 +61,9 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
     in one process; here ``mpirun -n`` sets their number. ``isinstance`` is true for
     every `MPIStrategy`.
 
+    The function of `Strategy.distribute_datasets_from_function` makes one input of all
+    replicas, as there: each rank calls it, and takes its turn of the elements.
+
     Args:
         devices: None, the default, is each rank's GPU if there is one, and otherwise
             the host. Or the devices of all ranks, such as ``["GPU:0", "GPU:1"]``: one
@@ -75,6 +78,7 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
     """
 
     _warns = True
+    _deals = True
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from mpidist.data._options import (
     as_policy,
 )
 from mpidist.data._stage import Stage
+from mpidist.data._stages import Part
 
 _DIFFERENT_ROWS: Final = (
     "the arrays of the dataset are not the same on all ranks, but each reads its part "
@@ -108,15 +109,17 @@ class DistributedDataset:
         call: str = "distribute_datasets_from_function",
         *,
         functions: bool = False,
+        deals: bool = False,
     ) -> DistributedDataset:
         """Run `Strategy.distribute_datasets_from_function`. Collective.
 
         With ``functions``, for `Strategy.make_input_fn_iterator`, ``dataset_fn`` may
-        return a function that returns elements; the mode must be PER_WORKER.
+        return a function that returns elements; the mode must be PER_WORKER. With
+        ``deals`` it makes the one input of all replicas, which get its elements in
+        turn.
         """
         context.require_program_level(group, call)
-        replicas = group.num_replicas
-        input_context = InputContext(replicas, group.replica_id, replicas)
+        replicas, own = group.num_replicas, group.replica_id
 
         def make(section: SectionResult) -> tuple[InputOptions, Stage]:
             chosen = _check_options(options, call)
@@ -142,11 +145,16 @@ class DistributedDataset:
                 "`strategy.experimental_distribute_dataset(dataset)`",
             )
             section.kind = "raised"
+            takes_turns = deals and mode is not InputReplicationMode.PER_REPLICA
+            pipeline = (1, 0) if takes_turns else (replicas, own)
             with shuffle_seeds.counted_from(number):
-                made = dataset_fn(input_context)
+                made = dataset_fn(InputContext(*pipeline, replicas))
             if functions and callable(made) and not hasattr(made, "__iter__"):
                 made = Calls(made)
-            return chosen, input_of(made, f"{call}: the function's dataset")
+            stage = input_of(made, f"{call}: the function's dataset")
+            if takes_turns and replicas > 1:
+                stage = Part(stage, f"shard({replicas}, {own})", own, None, replicas)
+            return chosen, stage
 
         number = group.registry.next_key()
         chosen, stage = run_section(group.guard, Call(call), make)

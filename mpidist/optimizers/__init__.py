@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mpidist.optimizers._clipping import clip_by_global_norm
 from mpidist.optimizers._optimizer import Optimizer
-from mpidist.optimizers._rules import SGD, Adam, AdamW, RMSprop
+from mpidist.optimizers._rules import SGD, Adam, AdamW, LossScaleOptimizer, RMSprop
 from mpidist.optimizers._schedules import (
     cosine_decay,
     cosine_decay_restarts,
@@ -23,6 +23,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "LossScaleOptimizer",
     "Optimizer",
     "RMSprop",
     "clip_by_global_norm",

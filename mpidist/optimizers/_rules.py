@@ -371,3 +371,16 @@ class RMSprop(Optimizer):
             g = array_functions.add(m, g, out=m)
         array_functions.multiply(g, rate, out=t)
         w -= t
+
+
+class LossScaleOptimizer:
+    """Keras's wrapper for float16, for ``isinstance``, which is False.
+
+    Creating one raises a NotImplementedError, which says what to write.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(
+            "LossScaleOptimizer: slots and steps of float16 variables are float32; "
+            "write the optimizer itself, such as `mpidist.optimizers.Adam(...)`"
+        )

@@ -219,3 +219,46 @@ def test_what_a_restore_of_the_users_raises_is_no_damage(
         manager.restore_or_initialize()
     assert manager.latest_checkpoint == path
     assert step.numpy() == 2
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2)
+@pytest.mark.one_size
+def test_an_interval_of_a_counter_leaves_saves_out(strategy, folder):
+    step = variable(strategy, 0)
+    checkpoint = mpidist.Checkpoint(step=step)
+    begun = []
+    settings = {"step_counter": step, "checkpoint_interval": 3}
+    manager = mpidist.CheckpointManager(
+        checkpoint, folder / "run", init_fn=lambda: begun.append(1), **settings
+    )
+    assert manager.checkpoint_interval == 3
+    assert manager.restore_or_initialize() is None
+    assert begun == [1]
+    saved = []
+    for _ in range(7):
+        step.assign_add(1)
+        if manager.save(step) is not None:
+            saved.append(int(step))
+    assert saved == [1, 4, 7]
+    step.assign_add(1)
+    assert manager.save(step, check_interval=False) == manager.latest_checkpoint
+
+    again = mpidist.CheckpointManager(checkpoint, folder / "run", **settings)
+    assert again.restore_or_initialize() == manager.latest_checkpoint
+    step.assign_add(2)
+    assert again.save() is None  # 2 steps since the restored one
+    step.assign_add(1)
+    assert again.save() is not None
+
+
+def test_an_interval_needs_a_variable_to_count(tmp_path):
+    checkpoint = mpidist.Checkpoint(step=mpidist.Variable(0))
+    for settings in (
+        {"checkpoint_interval": 3},
+        {"checkpoint_interval": 3, "step_counter": 7},
+    ):
+        with pytest.raises(TypeError, match=r"write `step_counter=optimizer\.iter"):
+            mpidist.CheckpointManager(checkpoint, tmp_path, **settings)
+    with pytest.raises(ValueError, match="1 or more, got 0"):
+        mpidist.CheckpointManager(checkpoint, tmp_path, checkpoint_interval=0)

@@ -271,3 +271,48 @@ def test_a_model_and_an_optimizer_in_a_checkpoint(strategy, same_folder):
     train(model, optimizer)
     assert_mirrored(strategy, model.w, expected)
     assert mpidist.latest_checkpoint(same_folder / "nothing") is None
+
+
+def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank, size):
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append(context)
+        return mpidist.data.Dataset.range(5 * size + 1).batch(2)
+
+    mirrored = mpidist.MirroredStrategy()
+    mirrored._warns = False
+    per_replica = mpidist.InputOptions(
+        experimental_replication_mode=mpidist.InputReplicationMode.PER_REPLICA
+    )
+    for make_input in (
+        mirrored.distribute_datasets_from_function,
+        mirrored.make_input_fn_iterator,
+        lambda fn: mirrored.distribute_datasets_from_function(fn, per_replica),
+        strategy.distribute_datasets_from_function,
+    ):
+        batches = []
+        for batch in make_input(dataset_fn):
+            (rows,) = mirrored.experimental_local_results(batch)
+            batches.append([int(x) for x in rows])
+        context = contexts.pop()
+        all_of_them = [
+            [k, k + 1][: 5 * size + 1 - k] for k in range(0, 5 * size + 1, 2)
+        ]
+        if context.num_input_pipelines == 1 < size or size == 1:
+            steps = -(-len(all_of_them) // size)
+            own = all_of_them[rank::size]
+            assert batches == own + [[]] * (steps - len(own))
+        else:
+            assert batches == all_of_them
+            assert context.input_pipeline_id == rank
+        assert context.num_replicas_in_sync == size
+    assert not contexts
+    mirrored.close()
+
+
+def test_a_wrapper_for_float16_is_no_optimizer_here(strategy):
+    wrapper = mpidist.optimizers.LossScaleOptimizer
+    assert not isinstance(mpidist.optimizers.SGD(0.1), wrapper)
+    with pytest.raises(NotImplementedError, match="write the optimizer itself"):
+        wrapper(mpidist.optimizers.SGD(0.1), dynamic=True)

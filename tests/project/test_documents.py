@@ -31,6 +31,7 @@ MODULES = (
     "metrics",
     "nest",
     "optimizers",
+    "summary",
     "testing",
 )  # the public ones
 

@@ -19,6 +19,7 @@ from mpidist import (
     metrics,
     nest,
     optimizers,
+    summary,
     testing,
 )
 
@@ -32,6 +33,7 @@ PREFIXES = {
     metrics: "metrics.",
     nest: "nest.",
     optimizers: "optimizers.",
+    summary: "summary.",
     testing: "testing.",
 }
 NOT_EXPORTED = {"annotations"}  # from __future__

@@ -541,7 +541,7 @@ def test_the_api_pages_have_all_public_names():
         elif kind != "automodule":
             shown.setdefault(module, []).append(name)
     assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
-    for name in ("losses", "metrics", "nest", "optimizers"):
+    for name in ("losses", "metrics", "nest", "optimizers", "summary"):
         own = getattr(mpidist, name).__all__
         assert sorted(shown[f"mpidist.{name}"]) == sorted(own)
     own = set(mpidist.data.__all__) - set(mpidist.__all__)
