@@ -23,6 +23,7 @@ from mpidist._checkpoints.items import (
     VariableItem,
 )
 from mpidist._values.distributed import DistributedValues
+from mpidist._values.module import Module
 from mpidist._values.variable import Variable
 
 # The methods of different libraries for getting and setting an object's state.
@@ -112,6 +113,8 @@ def _items_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
         return
     nested = _children(name, value)
     if nested is not None:
+        if unmade == "refuse" and isinstance(value, Module):
+            unmade = "skip"  # nobody named this object
         for child_name, child in nested:
             yield from _items_of(f"{name}/{child_name}", child, unmade)
         return

@@ -178,7 +178,8 @@ class CheckpointManager:
             check_interval: False: save it before ``checkpoint_interval`` is over, too.
 
         Returns:
-            Its path; None if ``checkpoint_interval`` is not over. The type includes
+            Its path; None if ``checkpoint_interval`` is not over, or the counter that
+            of the last checkpoint. The type includes
             ``Any`` for type checkers: without an interval no test for None is needed.
 
         Raises:
@@ -187,8 +188,8 @@ class CheckpointManager:
         name = "CheckpointManager.save"
         step = self._step()
         if step is not None:
-            last, interval = self._saved_step, self._interval or 0
-            if check_interval and last is not None and step - last < interval:
+            last, least = self._saved_step, self._interval if check_interval else 1
+            if last is not None and step - last < (least or 1):
                 return None
         call = objects_of(self._checkpoint).call(name)
         background.finish(call)

@@ -31,7 +31,8 @@ class Module:
     @property
     def variables(self) -> tuple[Variable, ...]:
         """All variables, each once."""
-        return tuple(self.__checkpoint_objects__().values())
+        found = self.__checkpoint_objects__().values()
+        return tuple(x for x in found if isinstance(x, Variable))
 
     @property
     def trainable_variables(self) -> tuple[Variable, ...]:
@@ -44,21 +45,26 @@ class Module:
         found = (x for _, x in _parts("", self, set()) if isinstance(x, Module))
         return tuple(found)[1:]
 
-    def __checkpoint_objects__(self) -> dict[str, Variable]:
-        """Return the variables by the names of the attributes."""
-        found: dict[str, Variable] = {}
+    def __checkpoint_objects__(self) -> dict[str, object]:
+        """Return what a checkpoint saves, by the names of the attributes.
+
+        The variables, and the optimizers that have not made theirs.
+        """
+        found: dict[str, object] = {}
         for name, x in _parts("", self, set()):
             if name in found:
                 raise ValueError(f"Module: two of its variables are named {name!r}")
-            if isinstance(x, Variable):
+            if not isinstance(x, Module):
                 found[name] = x
         return found
 
 
-def _parts(
-    name: str, value: object, seen: set[int]
-) -> Iterator[tuple[str, Variable | Module]]:
-    """Yield the modules and variables in a value, each once, with their names."""
+def _parts(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Yield what a value contains, each once, with their names.
+
+    Modules, variables, and optimizers without variables.
+    """
+    found: list[tuple[str, object]] | None = []
     children: list[tuple[str, object]] = []
     if isinstance(value, Module):
         children = sorted(vars(value).items())
@@ -67,22 +73,26 @@ def _parts(
     elif isinstance(value, (list, tuple, collections.deque)):
         children = [(str(i), child) for i, child in enumerate(value)]
     elif not isinstance(value, Variable):
-        children = _variables_of(value)
+        found = _variables_of(value)
+        children = found or []
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, (Variable, Module)):
+    if isinstance(value, (Variable, Module)) or found is None:
         yield name, value
     for key, child in children:
         yield from _parts(f"{name}/{key}" if name else key, child, seen)
 
 
-def _variables_of(value: object) -> list[tuple[str, object]]:
-    """Return the variables of a metric or optimizer, by name or else by number."""
+def _variables_of(value: object) -> list[tuple[str, object]] | None:
+    """Return the variables of a metric or optimizer, by name or else by number.
+
+    None for an optimizer before it is built, whose checkpoint is restored later.
+    """
     try:
         variables = getattr(value, "variables", None)
-    except RuntimeError:  # of an optimizer before it is built
-        return []
+    except RuntimeError:
+        return None if hasattr(value, "__restore_later__") else []
     if not isinstance(variables, (list, tuple)):
         return []
     names = [str(getattr(v, "name", "")) for v in variables]

@@ -243,6 +243,7 @@ def test_an_interval_of_a_counter_leaves_saves_out(strategy, folder):
     assert saved == [1, 4, 7]
     step.assign_add(1)
     assert manager.save(step, check_interval=False) == manager.latest_checkpoint
+    assert manager.save(step, check_interval=False) is None  # there is one
 
     again = mpidist.CheckpointManager(checkpoint, folder / "run", **settings)
     assert again.restore_or_initialize() == manager.latest_checkpoint

@@ -174,3 +174,26 @@ def test_it_cannot_be_saved_before_it_is_built(strategy, folder):
         RuntimeError, lambda: checkpoint.save(folder / "c")
     ):
         assert "optimizer.build(variables)" in message
+
+
+def test_an_optimizer_in_a_module_is_restored_later_too(strategy, folder):
+    def make():
+        module = mpidist.Module("agent")
+        _, module.optimizer, module.v, module.w = parts(strategy)
+        return module, mpidist.Checkpoint(agent=module)
+
+    agent, checkpoint = make()
+    checkpoint.save(folder / "before")  # without the optimizer's, which has none
+    assert set(mpidist.load_checkpoint(folder / "before")) == {"agent/v", "agent/w"}
+    step(strategy, agent.optimizer, agent.v, agent.w)
+    checkpoint.save(folder / "after")
+    expected = step(strategy, agent.optimizer, agent.v, agent.w)
+
+    agent, checkpoint = make()
+    assert len(agent.variables) == 2
+    checkpoint.restore(folder / "after")
+    for x, y in zip(
+        step(strategy, agent.optimizer, agent.v, agent.w), expected, strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+    assert int(agent.optimizer.iterations) == 2
