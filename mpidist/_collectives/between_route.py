@@ -51,6 +51,7 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
         way = comm.buffers.way
         copied = way.gathers or len(leaves) > 1
         most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
+        most = min(most, way.exchanged_bytes - 1)
         kinds = [(x.reduction.compute, x.reduction.combining) for x in leaves]
         runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
         if resources.nodes is not None:
@@ -122,4 +123,4 @@ def _new_core(
     if way is None:
         return _native.core.BetweenReduce(*arguments, nbytes=nbytes)
     handles = [handles_of(row.dtype, row.operation) for row in rows]
-    return _native.core.BetweenReduce(*arguments, tuple(way), handles, nbytes)
+    return _native.core.BetweenReduce(*arguments, way[:3], handles, nbytes)

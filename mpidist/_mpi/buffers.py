@@ -24,7 +24,7 @@ from mpidist._base.memory import LINE, leak, round_up
 from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
-from mpidist._mpi.way import MOST_PIECE, Way, way_of
+from mpidist._mpi.way import MOST_PIECE, NEVER, Way, way_of
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
@@ -177,23 +177,25 @@ class BufferCollectives:
             self.broadcast(receive, 0)
             return
         pieces = self._pieces(receive, self.way)
-        gathers = self.way.gathers and op == "SUM"
-        begin = self._begin_gather if gathers else self._begin_reduction
-        pending: list[Callable[[], None]] = []
-        slots = self._slots(receive, pieces, in_place=send is None, gathers=gathers)
+        exchanges = op == "SUM" and receive.nbytes >= self.way.exchanged_bytes
+        begin = self._begin_exchange if exchanges else self._begin_reduction
+        slots = self._slots(receive, pieces, needed=exchanges or send is None)
+        pending: list[Callable[[], Transfer]] = []
+        last: list[Transfer] = []
         for number, part in enumerate(pieces):
             if number >= self.way.in_flight:
-                pending[number - self.way.in_flight]()
+                last.append(pending[number - self.way.in_flight]())
             source = None if send is None else send[part]
             slot = slots[number % self.way.in_flight]
             pending.append(begin(source, receive[part], slot, op))
-        for end in pending[-self.way.in_flight :]:
-            end()
+        last += [end() for end in pending[len(last) :]]
+        for transfer in last:
+            self.finish(transfer)
 
     def _allreduce_on_device(
         self, send: Buffer | None, receive: Buffer, op: MPIOp
     ) -> None:
-        for part in self._pieces(receive, Way(False, 1, MOST_PIECE)):
+        for part in self._pieces(receive, Way(False, 1, MOST_PIECE, NEVER)):
             source = self._mpi.IN_PLACE if send is None else send[part]
             self._block(
                 self.comm.Allreduce, source, receive[part], getattr(self._mpi, op)
@@ -201,7 +203,7 @@ class BufferCollectives:
 
     def _begin_reduction(
         self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Transfer]:
         if source is None:  # not MPI_IN_PLACE: see `way_of`
             source = slot[: target.size]
             source[...] = target
@@ -209,22 +211,36 @@ class BufferCollectives:
             self.comm.Iallreduce, source, target, getattr(self._mpi, op)
         )
         transfer = self.start((call,), source, target)
-        return lambda: self.finish(transfer)
 
-    def _begin_gather(
+        def end() -> Transfer:
+            self.finish(transfer)
+            return transfer
+
+        return end
+
+    def _begin_exchange(
         self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Transfer]:
+        """Start to get this rank's part from all; `end` adds, and starts to gather."""
         source = target if source is None else source
-        rows = slot[: self.size * target.size]
-        call = functools.partial(self.comm.Iallgather, source, rows)
+        starts = [target.size * rank // self.size for rank in range(self.size + 1)]
+        counts = [b - a for a, b in itertools.pairwise(starts)]
+        own, places = counts[self.rank], (counts, starts[:-1])
+        rows = slot[: self.size * own].reshape(self.size, own)
+        same = ([own] * self.size, [own * rank for rank in range(self.size)])
+        call = functools.partial(self.comm.Ialltoallv, [source, places], [rows, same])
         transfer = self.start((call,), source, rows)
 
-        def end() -> None:
+        def end() -> Transfer:
             self.finish(transfer)
-            parts = rows.reshape(self.size, target.size)
-            COMBINE[op](parts[0], parts[1], out=target)
-            for part in parts[2:]:
-                COMBINE[op](target, part, out=target)
+            part = target[starts[self.rank] :][:own]
+            COMBINE[op](rows[0], rows[1], out=part)
+            for row in rows[2:]:
+                COMBINE[op](part, row, out=part)
+            gather = functools.partial(
+                self.comm.Iallgatherv, self._mpi.IN_PLACE, [target, places]
+            )
+            return self.start((gather,), target)
 
         return end
 
@@ -237,15 +253,14 @@ class BufferCollectives:
         return [slice(i, i + step) for i in range(0, buffer.size, step)]
 
     def _slots(
-        self, like: Buffer, pieces: list[slice], *, in_place: bool, gathers: bool
+        self, like: Buffer, pieces: list[slice], *, needed: bool
     ) -> list[HostArray]:
         """Return scratch memory for each piece in flight, of the dtype of ``like``."""
-        count = min(len(pieces), self.way.in_flight)
-        size = pieces[0].stop - pieces[0].start
-        if gathers:
-            size *= self.size
-        elif not in_place:
+        if not needed:
             return [like[:0]] * self.way.in_flight
+        count = min(len(pieces), self.way.in_flight)
+        # A piece, and for an exchange what the part of a rank has more than others.
+        size = pieces[0].stop - pieces[0].start + self.size
         nbytes = count * size * like.itemsize
         if self._scratch.nbytes < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)

@@ -10,37 +10,54 @@ MOST_PIECE: Final = 64 * 2**20
 """The most bytes of a piece: each that completes restarts the deadline of a wait."""
 
 
+NEVER: Final = 2**63
+
+_MOST_RANKS: Final = 8  # that exchange parts: each sends a message to each
+_LEAST_EXCHANGED: Final = 2**20 + 1
+
+
 class Way(NamedTuple):
     """Which collectives of MPI an all-reduce is, and how many at a time.
 
     Attributes:
-        gathers: whether the ranks gather what all have (``Iallgather``), and each adds;
-            else ``Iallreduce``. For two ranks both move the same bytes.
+        gathers: whether the ranks gather what all have (``Iallgather``), and each adds,
+            up to 1 MiB; else ``Iallreduce``. For two ranks both move the same bytes.
         in_flight: how many collectives are in progress at a time.
         piece_bytes: the least bytes of each.
+        exchanged_bytes: from how many on sums go in two steps: each rank gets its part
+            of all arrays (``Ialltoallv``), and adds; then the ranks gather the sums
+            (``Iallgatherv``).
     """
 
     gathers: bool
     in_flight: int
     piece_bytes: int
+    exchanged_bytes: int
 
 
 def way_of(library: str, size: int) -> Way:
-    """Return what is fastest; measured on 2026-11-23, see `mpidist docs performance`.
+    """Return what is fastest; measured on 2026-11-26 at 1, 4 and 16 MiB.
 
-    Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
-    four ranks or if the result is to be where the input is (``coll/libnbc``). MPICH
-    5.0.2 leaves the network idle while it adds, so several are in progress.
+    With 1 Gbit/s between 2, 3, 4 and 8 hosts an exchange takes 0.5 to 1.1 times
+    ``Iallreduce`` with Open MPI 5.0.11. That reduces to one rank and then broadcasts if
+    there are fewer than four, or if the result is to be where the input is
+    (``coll/libnbc``). MPICH 5.0.2 leaves the network idle while it adds, so several are
+    in progress; compared with that an exchange takes 0.6 to 1.3 times as long, and
+    longer in memory.
 
     Args:
         library: the vendor, as of `mpi4py.MPI.get_vendor`.
         size: the number of ranks.
     """
-    if library == "Open MPI":
-        return Way(size == 2, 4, 2**20) if size < 4 else Way(False, 1, MOST_PIECE)
-    return Way(False, 4, 2**20)
+    if library != "Open MPI":
+        return Way(False, 4, 2**20, NEVER)
+    if size > _MOST_RANKS:
+        return Way(False, 1, MOST_PIECE, NEVER)
+    return Way(size == 2, 4, 2**20, _LEAST_EXCHANGED)
 
 
 def chosen_way(choice: AllReduceChoice) -> Way:
     """Return what the user has chosen (``MPIDIST_ALLREDUCE``)."""
-    return Way(*choice, 2**20 if choice.in_flight > 1 else MOST_PIECE)
+    piece_bytes = 2**20 if choice.in_flight > 1 else MOST_PIECE
+    exchanged_bytes = _LEAST_EXCHANGED if choice.gathers else NEVER
+    return Way(choice.gathers, choice.in_flight, piece_bytes, exchanged_bytes)

@@ -28,7 +28,7 @@ from mpidist._collectives import hierarchical_route
 from mpidist._collectives import nodes as engine_nodes
 from mpidist._mpi import between, buffers
 from mpidist._mpi.buffers import Transfer
-from mpidist._mpi.way import Way
+from mpidist._mpi.way import NEVER, Way
 from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
@@ -53,7 +53,7 @@ def sum_by_nodes(nodes, count, dtype):
 def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, gathers, monkeypatch):
     """Between two nodes in their order, of more in MPI's, if MPI adds."""
     if gathers is not None:
-        way = Way(gathers, 2, 2**16)
+        way = Way(gathers, 2, 2**16, 2**20 if gathers else NEVER)
         monkeypatch.setattr(buffers, "way_of", lambda *_: way)
     strategy = on_nodes()
     comm = group_of(strategy).communicator

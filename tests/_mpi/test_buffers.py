@@ -21,7 +21,7 @@ from mpidist._base.reduce_op import COMBINE
 from mpidist._mpi import between, communicator
 from mpidist._mpi.between import HeaderGather, open_core_channel
 from mpidist._mpi.buffers import BufferCollectives
-from mpidist._mpi.way import Way
+from mpidist._mpi.way import NEVER, Way
 from mpidist._strategy.strategy import group_of
 
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
@@ -57,10 +57,10 @@ def comm() -> Any:
 
 WAYS = {
     "of the library": None,
-    "one": Way(False, 1, 2**20),
-    "pieces": Way(False, 4, 1000),
-    "gathered": Way(True, 1, 2**20),
-    "gathered pieces": Way(True, 3, 1000),
+    "one": Way(False, 1, 2**20, NEVER),
+    "pieces": Way(False, 4, 1000, NEVER),
+    "exchanged": Way(False, 1, 2**20, 0),
+    "exchanged pieces": Way(False, 3, 1000, 0),
 }
 
 

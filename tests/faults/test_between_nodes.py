@@ -106,7 +106,8 @@ def run_job(tmp_path: Path, size: int, where: str, fault: str):
         "MPIDIST_SIMULATED_NODES": str(size),
         "MPIDIST_STALL_SECONDS": "2",
         "MPIDIST_CUDA_AWARE": "1",
-        "MPIDIST_ALLREDUCE": "iallreduce:2",  # several pieces on any number of ranks
+        # Several pieces on any number of ranks.
+        "MPIDIST_ALLREDUCE": "iallgather:2" if fault == "raise" else "iallreduce:2",
         "PYTHONPATH": str(TESTS),
     }
     before = shared_files()
