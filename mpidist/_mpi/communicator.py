@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import os
+import struct
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -47,7 +48,7 @@ _CALL: Final = "MPIStrategy(...)"
 _NOTICE_TAG: Final = 7
 _PROBES: Final = 4
 _KEY_BYTES: Final = 16
-_MESSAGE_HEAD: Final = 8  # bytes: the length of a message
+_LENGTH: Final = struct.Struct("=q")  # of a message, before its bytes
 _LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
 
 
@@ -125,6 +126,7 @@ class Communicator(AnyCommunicator):
             raise error
         self.said: list[dict[str, Any]] = said
         gathers, in_flight = max(one["allreduce"] for one in said)
+        self._message = memoryview(bytearray(_LENGTH.size + MESSAGE_BYTES))
         self._way: Way | None = None
         if in_flight:
             self._way = chosen_way(AllReduceChoice(bool(gathers), in_flight))
@@ -330,24 +332,22 @@ class Communicator(AnyCommunicator):
         Args:
             data: None on the ranks that wait for it.
         """
-        buffer = np.zeros(_MESSAGE_HEAD + MESSAGE_BYTES, np.uint8)
+        message = self._message  # sent and received before the next one
         if data is not None:
-            buffer[:_MESSAGE_HEAD].view(np.int64)[0] = len(data)
-            buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + len(data)] = np.frombuffer(
-                data, np.uint8
-            )
+            _LENGTH.pack_into(message, 0, len(data))
+            message[_LENGTH.size : _LENGTH.size + len(data)] = data
 
         def read() -> bytes:
-            size = int(buffer[:_MESSAGE_HEAD].view(np.int64)[0])
-            return buffer[_MESSAGE_HEAD : _MESSAGE_HEAD + size].tobytes()
+            (size,) = _LENGTH.unpack_from(message)
+            return bytes(message[_LENGTH.size : _LENGTH.size + size])
 
-        self.traffic.count("Ibcast", buffer.nbytes)
+        self.traffic.count("Ibcast", message.nbytes)
         self.traffic.count_mpi("Ibcast")
         try:
-            request = self._comm.Ibcast(buffer, 0)
+            request = self._comm.Ibcast(message, 0)
         except BaseException as error:
             raise self._waiter.failed(error) from None
-        pending = Pending(request, read, buffer)
+        pending = Pending(request, read, message)
         if self._channel is not None:
             pending.tests_first_by(functools.partial(self._channel.complete, request))
         return pending
