@@ -19,7 +19,10 @@ class Pending:
     __slots__ = ("Test", "_buffer", "_read")
 
     def __init__(
-        self, request: MpiRequest, read: Callable[[], bytes], buffer: HostArray
+        self,
+        request: MpiRequest,
+        read: Callable[[], bytes],
+        buffer: HostArray | memoryview,
     ) -> None:
         self.Test: Callable[[], bool] = request.Test
         self._read = read
