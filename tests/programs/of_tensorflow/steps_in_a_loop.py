@@ -89,7 +89,7 @@ n = strategy.num_replicas_in_sync
 w = np.ones(3)
 for s in range(4):
     total = 0
-    for rows in (slice(r, None, n) for r in range(n)):
+    for rows in (slice(8 * r // n, 8 * (r + 1) // n) for r in range(n)):
         g = 2 * ((x[rows] @ w - y[rows]) @ x[rows]) / 8
         total = total + g * min(1, 10 / np.linalg.norm(g))
     w -= 0.1 * (1 - s / 4) * total
