@@ -12,8 +12,8 @@ import os as _os
 import platform as _platform
 import struct as _struct
 import time as _time
+import weakref as _weakref
 from collections import abc as _abc
-from typing import IO as _IO
 
 from mpidist._base import threads as _threads
 from mpidist._base.backend import as_real as _as_real
@@ -42,7 +42,8 @@ class SummaryWriter:
         """Make the file at the first number, on the rank that writes."""
         self._logdir = logdir
         self._suffix = suffix
-        self._file: _IO[bytes] | None = None
+        self._file = -1
+        self._close: _abc.Callable[[], object] | None = None
 
     @_contextlib.contextmanager
     def as_default(self, step: object = None) -> _abc.Iterator[SummaryWriter]:
@@ -72,21 +73,23 @@ class SummaryWriter:
 
     def close(self) -> None:
         """Close the file; the next number makes another one."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._close is not None:
+            self._close()
+            self._close = None
 
     def _write(self, event: bytes) -> None:
         if self._logdir is None:
             return
-        if self._file is None:
+        if self._close is None:
             _os.makedirs(self._logdir, exist_ok=True)
             now, host, pid = int(_time.time()), _platform.node(), _os.getpid()
             name = f"events.out.tfevents.{now}.{host}.{pid}.{id(self)}{self._suffix}"
             path = _os.path.join(self._logdir, name)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - `close` does
-            self._file.write(_record(_event(_field(3, b"brain.Event:2"))))
-        self._file.write(_record(event))
+            self._file = _os.open(path, _os.O_WRONLY | _os.O_CREAT | _os.O_APPEND)
+            # Programs of TensorFlow close no writers.
+            self._close = _weakref.finalize(self, _os.close, self._file)
+            _os.write(self._file, _record(_event(_field(3, b"brain.Event:2"))))
+        _os.write(self._file, _record(event))
 
 
 class _State:
