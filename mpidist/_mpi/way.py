@@ -12,7 +12,7 @@ MOST_PIECE: Final = 64 * 2**20
 
 NEVER: Final = 2**63
 
-_MOST_RANKS: Final = 8  # that exchange parts: each sends a message to each
+_MOST_RANKS: Final = 3  # that exchange parts
 _LEAST_EXCHANGED: Final = 2**20 + 1
 
 
@@ -38,12 +38,12 @@ class Way(NamedTuple):
 def way_of(library: str, size: int) -> Way:
     """Return what is fastest; measured on 2026-11-26 at 1, 4 and 16 MiB.
 
-    With 1 Gbit/s between 2, 3, 4 and 8 hosts an exchange takes 0.5 to 1.1 times
-    ``Iallreduce`` with Open MPI 5.0.11. That reduces to one rank and then broadcasts if
-    there are fewer than four, or if the result is to be where the input is
-    (``coll/libnbc``). MPICH 5.0.2 leaves the network idle while it adds, so several are
-    in progress; compared with that an exchange takes 0.6 to 1.3 times as long, and
-    longer in memory.
+    Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
+    four, or if the result is to be where the input is (``coll/libnbc``). Between two
+    and three hosts at 1 Gbit/s that takes 1.6 to 2.0 and 0.8 to 1.2 times its blocking
+    ``Allreduce``, an exchange 1.0 and 0.4 to 0.5. From four ranks on an exchange takes
+    longer in memory. MPICH 5.0.2 leaves the network idle while it adds, so several are
+    in progress.
 
     Args:
         library: the vendor, as of `mpi4py.MPI.get_vendor`.
@@ -53,7 +53,7 @@ def way_of(library: str, size: int) -> Way:
         return Way(False, 4, 2**20, NEVER)
     if size > _MOST_RANKS:
         return Way(False, 1, MOST_PIECE, NEVER)
-    return Way(size == 2, 4, 2**20, _LEAST_EXCHANGED)
+    return Way(size == 2, 2, 2**20, _LEAST_EXCHANGED)
 
 
 def chosen_way(choice: AllReduceChoice) -> Way:
