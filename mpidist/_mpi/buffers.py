@@ -182,15 +182,19 @@ class BufferCollectives:
         slots = self._slots(receive, pieces, needed=exchanges or send is None)
         pending: list[Callable[[], Transfer]] = []
         last: list[Transfer] = []
-        for number, part in enumerate(pieces):
-            if number >= self.way.in_flight:
-                last.append(pending[number - self.way.in_flight]())
-            source = None if send is None else send[part]
-            slot = slots[number % self.way.in_flight]
-            pending.append(begin(source, receive[part], slot, op))
-        last += [end() for end in pending[len(last) :]]
-        for transfer in last:
-            self.finish(transfer)
+        try:
+            for number, part in enumerate(pieces):
+                if number >= self.way.in_flight:
+                    last.append(pending[number - self.way.in_flight]())
+                source = None if send is None else send[part]
+                slot = slots[number % self.way.in_flight]
+                pending.append(begin(source, receive[part], slot, op))
+            last.extend(end() for end in pending[len(last) :])
+            for transfer in last:
+                self.finish(transfer)
+        except BaseException:
+            leak((send, receive, slots, pending, last))  # others may be in progress
+            raise
 
     def _allreduce_on_device(
         self, send: Buffer | None, receive: Buffer, op: MPIOp

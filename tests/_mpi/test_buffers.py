@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,36 @@ def test_reductions(buffers, op):
                 want = parts[rank]
             np.testing.assert_allclose(mine, want, rtol=1e-4, atol=1e-3)
             want = combined(parts, op)
+
+
+class Raises(Polls):
+    """Raises when the n-th wait has ended; other transfers are in progress then."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def wait_data(self, transfer: Any) -> None:
+        super().wait_data(transfer)
+        self.left -= 1
+        if not self.left:
+            raise InjectedError
+
+
+@mpi
+@core
+@pytest.mark.parametrize("way", ["pieces", "exchanged pieces"])
+def test_a_wait_that_raises_leaks_the_memory_of_all_transfers(comm, way):
+    if comm.Get_size() == 1:
+        pytest.skip("one rank starts no transfers")
+    for number in range(1, 7):
+        buffers = BufferCollectives(comm, Raises(number), [].append, WAYS[way])
+        send, out = np.ones(2000), np.empty(2000)
+        kept = [weakref.ref(send), weakref.ref(out)]
+        with pytest.raises(InjectedError):
+            buffers.allreduce(send, out, "SUM")
+        del send, out, buffers
+        comm.Barrier()  # what is left completes
+        assert all(reference() is not None for reference in kept)
 
 
 @mpi
