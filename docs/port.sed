@@ -24,7 +24,8 @@ tas
 }
 s/\btf\.compat\.v[12]\./tf./g
 s/\btf\.contrib\.distribute\./tf.distribute./g
-s/\bfrom tensorflow\.python\.distribute import values\b/import mpidist as values/
+s/\bfrom tensorflow\.python\.distribute import values as\b/import mpidist as/
+s/\bfrom tensorflow\.python\.distribute import values( *(#.*)?)$/import mpidist as values\1/
 s/\bfrom tensorflow\.python\.distribute\.values import\b/from mpidist import/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g

@@ -8,6 +8,7 @@ arguments may: ``metric.result()`` is for all ranks.
 from __future__ import annotations
 
 import contextlib as _contextlib
+import math as _math
 import os as _os
 import platform as _platform
 import struct as _struct
@@ -85,7 +86,8 @@ class SummaryWriter:
             now, host, pid = int(_time.time()), _platform.node(), _os.getpid()
             name = f"events.out.tfevents.{now}.{host}.{pid}.{id(self)}{self._suffix}"
             path = _os.path.join(self._logdir, name)
-            self._file = _os.open(path, _os.O_WRONLY | _os.O_CREAT | _os.O_APPEND)
+            flags = _os.O_WRONLY | _os.O_CREAT | _os.O_APPEND
+            self._file = _os.open(path, flags, 0o666)
             # Programs of TensorFlow close no writers.
             self._close = _weakref.finalize(self, _os.close, self._file)
             _os.write(self._file, _record(_event(_field(3, b"brain.Event:2"))))
@@ -157,7 +159,7 @@ def scalar(
     hint = "write `step=optimizer.iterations`, or call `mpidist.summary.set_step(step)`"
     number = _as_int("summary.scalar", "step", step, hint=hint)
     if _is_writer():
-        text = _field(1, name.encode()) + b"\x15" + _struct.pack("<f", value)
+        text = _field(1, name.encode()) + b"\x15" + _float_32(value)
         here.writer._write(_event(_field(5, _field(1, text)), number))
     return True
 
@@ -204,6 +206,13 @@ def _is_writer() -> bool:
         return _context.current().group.replica_id == 0
     replica = _threads.current()
     return (replica.rank if replica is not None else _this_process().rank) == 0
+
+
+def _float_32(value: float) -> bytes:
+    try:
+        return _struct.pack("<f", value)
+    except OverflowError:  # such as a loss that diverges
+        return _struct.pack("<f", _math.copysign(_math.inf, value))
 
 
 def _event(content: bytes, step: int = 0) -> bytes:

@@ -152,7 +152,9 @@ class DistributedDataset:
             if functions and callable(made) and not hasattr(made, "__iter__"):
                 made = Calls(made)
             stage = input_of(made, f"{call}: the function's dataset")
-            if takes_turns and replicas > 1:
+            if takes_turns and isinstance(stage, Items):
+                stage.deal(own, replicas)
+            elif takes_turns and replicas > 1:
                 stage = Part(stage, f"shard({replicas}, {own})", own, None, replicas)
             return chosen, stage
 

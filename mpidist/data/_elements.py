@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import copy
 import glob
 import os
@@ -19,7 +20,7 @@ from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data._ahead import AUTOTUNE, default_workers, read_ahead
+from mpidist.data._ahead import AUTOTUNE, Ahead, default_workers, read_ahead
 from mpidist.data._combinations import Zip
 from mpidist.data._options import Options
 from mpidist.data._positions import PositionedIterator, checked_state
@@ -83,14 +84,43 @@ def as_call(method: str, name: str, function: object) -> str:
 # --- iteration ---------------------------------------------------------------------
 
 
+class _Tokens:
+    """The tokens of a stage, which go on after an element that failed.
+
+    Attributes:
+        left: those that were taken, and whose elements were not returned.
+        error: what finding them raised.
+    """
+
+    def __init__(self, tokens: Iterator[Token]) -> None:
+        self._tokens = tokens
+        self.left: collections.deque[Token] = collections.deque()
+        self.error: Exception | None = None
+
+    def take(self) -> Iterator[Token]:
+        """Yield those that are left, and then the others."""
+        yield from tuple(self.left)
+        while self.error is None:
+            try:
+                token = next(self._tokens)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.error = error
+                break
+            self.left.append(token)
+            yield token
+        raise self.error
+
+
 class DatasetIterator(PositionedIterator):
     """Iterates over the elements of a `Dataset`: the result of ``iter(dataset)``.
 
     Its threads, if there are any, end with it. An element whose function raised an
-    exception is left out, as in tf.data: the next call goes on after it; to try it
-    again, pass `state` to `restore`. After an exception of what finds the elements (a
-    generator, a predicate, the function of `interleave`), later calls raise a
-    RuntimeError.
+    exception is left out, a batch with all its rows: the next call goes on after it; to
+    try it again, pass `state` to `restore`. After an exception of what finds the
+    elements (a generator, a predicate, the function of `interleave`), later calls raise
+    a RuntimeError.
     """
 
     def __init__(self, dataset: Elements) -> None:
@@ -101,6 +131,7 @@ class DatasetIterator(PositionedIterator):
     def _go_to(self, iteration: int, position: int) -> None:
         self._iteration, self._position = iteration, position
         self._dataset._iterations = iteration + 1
+        self._tokens: _Tokens | None = None
         self._elements: Iterator[Nest] | None = None
         self._ended = self._failed = False
         self._broken: Exception | None = None  # by what finds the elements
@@ -113,12 +144,17 @@ class DatasetIterator(PositionedIterator):
                 f"{call}: the input raised a {type(self._broken).__name__} and cannot "
                 "continue; make a new iterator with `iter(dataset)`"
             ) from self._broken
-        self._position += self._failed
-        self._failed = False
+        tokens = self._tokens
+        if tokens is None:
+            stage, position = self._stage, self._position
+            tokens = self._tokens = _Tokens(stage.tokens((self._iteration,), position))
+        if self._failed:
+            self._position += 1
+            tokens.left.popleft()
+            self._failed = False
         try:
             if self._elements is None:
-                self._raised: list[Exception] = []
-                self._elements = self._stage.load(self._tokens(self._raised))
+                self._elements = self._stage.load(tokens.take())
                 if self._stage.depth:
                     self._elements = read_ahead(self._elements, self._stage.depth)
             element = next(self._elements)
@@ -126,22 +162,20 @@ class DatasetIterator(PositionedIterator):
             self._ended, self._elements = True, None
             return False, None
         except Exception as error:
-            self._elements, self._failed = None, True
-            if any(error is raised for raised in self._raised):
+            elements, self._elements = self._elements, None
+            if error is tokens.error:
                 self._broken = error
+            elif tokens.left:
+                self._failed = True
+                if isinstance(elements, Ahead):
+                    elements.close()  # its thread takes tokens
             raise
         except BaseException:  # Ctrl-C: the element is read again
-            self._elements = None
+            self._elements = self._tokens = None
             raise
+        tokens.left.popleft()
         self._position += 1
         return True, element
-
-    def _tokens(self, raised: list[Exception]) -> Iterator[Token]:
-        try:
-            yield from self._stage.tokens((self._iteration,), self._position)
-        except Exception as error:
-            raised.append(error)
-            raise
 
     @property
     def element_spec(self) -> Nest:

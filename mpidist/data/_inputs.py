@@ -49,6 +49,7 @@ class Items(Stage):
 
     def __init__(self, items: Any, call: str) -> None:
         self._items, self._call = items, call
+        self._turn, self._turns = 0, 1
         self.again = hasattr(items, "__len__") and hasattr(items, "__getitem__")
         self.one_shot = hasattr(items, "__next__") or isinstance(items, Calls)
         self.cardinality()
@@ -62,12 +63,18 @@ class Items(Stage):
         self.whole = f"the {self.text}"
         self._opened = False
 
+    def deal(self, turn: int, turns: int) -> None:
+        """Keep every ``turns``-th element, from number ``turn`` on."""
+        self._turn, self._turns = turn, turns
+
     def cardinality(self) -> int:
         # Each time: the length of a DataLoader may differ from epoch to epoch.
         try:
             self.size = len(self._items)
         except (TypeError, NotImplementedError):
             self.size = UNKNOWN
+        if 0 <= self.size < INFINITE:
+            self.size = len(range(self._turn, self.size, self._turns))
         return super().cardinality()
 
     @functools.cached_property
@@ -86,7 +93,8 @@ class Items(Stage):
     ) -> Iterator[Block]:
         found = earlier
         if not isinstance(found, _ItemStream):
-            found = _ItemStream(self._begin(), self._call)
+            turn = (self._turn, self._turns)
+            found = _ItemStream(self._begin(), self._call, *turn)
         found.seek(position, state)
         return found
 
@@ -134,18 +142,21 @@ class _Numbered(Iterator[Nest]):
 class _ItemStream(Iterator[RowBlock]):
     """Reads what a user's iterator returns."""
 
-    def __init__(self, items: Iterator[Nest], call: str) -> None:
+    def __init__(self, items: Iterator[Nest], call: str, turn: int, turns: int) -> None:
         self._items: Any = items
         self._call = call
         self._position = 0
+        self._skipped, self._turns = turn, turns  # items of others before the next
 
     def seek(self, position: int, state: Any) -> None:
         """Go to the element with this number; ``state`` is the `state` there."""
-        if state is None and isinstance(self._items, _Numbered):
+        if state is None and isinstance(self._items, _Numbered) and self._turns == 1:
             state = position
         if state is not None and hasattr(self._items, "set_state"):
             self._items.set_state(_from_json(state))
             self._position = position
+            if position:
+                self._skipped = self._turns - 1
             return
         if position < self._position:
             raise RuntimeError(
@@ -154,16 +165,23 @@ class _ItemStream(Iterator[RowBlock]):
                 f"{position}; restore a new iterator of a new source"
             )
         while self._position < position:
-            with shuffle_seeds.reading:
-                found = next(self._items, _END)
-            if found is _END:
+            if self._read() is _END:
                 raise too_short(position, f"after {self._position}")
+
+    def _read(self) -> Nest:
+        element: Nest = None
+        with shuffle_seeds.reading:
+            for _ in range(self._skipped + 1):
+                element = next(self._items, _END)
+        if element is not _END:
+            self._skipped = self._turns - 1
             self._position += 1
+        return element
 
     def __next__(self) -> RowBlock:
-        with shuffle_seeds.reading:
-            element = next(self._items)
-        self._position += 1
+        element = self._read()
+        if element is _END:
+            raise StopIteration
         block = block_of(element, self._call)
         if isinstance(self._items, _Numbered):
             # The item may be requested again, so it must not be written to.

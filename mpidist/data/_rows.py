@@ -106,13 +106,19 @@ def exact_array(x: Any) -> HostArray:
         ValueError: for text that NumPy would change.
     """
     array = np.asarray(x)
-    if array.dtype.kind in "SU" and array.tolist() != x:
+    if array.dtype.kind in "SU" and not _is_exact(array.tolist(), x):
         raise ValueError(
             f"Dataset: NumPy would change {x!r:.60}, as it drops NULs at the end of "
             "strings and bytes, and makes text of numbers beside text; write "
             "`numpy.frombuffer(data, numpy.uint8)` for bytes"
         )
     return array
+
+
+def _is_exact(found: Any, x: Any) -> bool:
+    if isinstance(found, list):
+        return all(map(_is_exact, found, x))
+    return bool(found == x)
 
 
 def _from_dlpack(x: Any, call: str) -> Array:

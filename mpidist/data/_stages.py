@@ -356,13 +356,20 @@ class Cache(Via):
             with self._lock:
                 missing = [n for n in dict.fromkeys(numbers) if n not in self._values]
                 loaded = self.parent.load(map(self._parent_token, missing))
-                for number, value in zip(missing, loaded, strict=True):
-                    self._values[number] = protected(value)
-                    if not self.parent.indexed and self.batch_size is None:
-                        self._tokens[number] = None  # not needed again
-                found = [self._values[number] for number in numbers]
+                failure: Exception | None = None
+                try:
+                    for number, value in zip(missing, loaded, strict=True):
+                        self._values[number] = protected(value)
+                        if not self.parent.indexed and self.batch_size is None:
+                            self._tokens[number] = None  # not needed again
+                except Exception as error:  # those before it come first
+                    failure = error
+                known = itertools.takewhile(self._values.__contains__, numbers)
+                found = [self._values[number] for number in known]
             # Tensors of torch cannot be made read-only: each is given away as a copy.
             yield from map(unshared, found)
+            if failure is not None:
+                raise failure
 
     def block(self, tokens: Tokens) -> RowBlock | None:
         return Stage.block(self, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -31,7 +32,8 @@ PRESENT: Final = "which parameters have a gradient"
 FLAGS: Final = "flags of the ranks"
 BROADCAST: Final = "`mpidist.torch.broadcast_parameters(module)`"
 
-_calls: Final = WeakIdKeyDictionary()  # of `all_reduce_gradients`, by a parameter
+# Of `all_reduce_gradients`, by a parameter and a group of ranks.
+_calls: Final = WeakIdKeyDictionary()
 
 
 def all_reduce_gradients(
@@ -71,9 +73,10 @@ def all_reduce_gradients(
     with group.guard.checking(call):
         checked = check_op(op, call)
         named = named_parameters(module, call)
-    number = _calls.get(named[0][1], 0)
+    calls = _calls.setdefault(named[0][1], weakref.WeakKeyDictionary())
+    number = calls.get(group, 0)
     compare_in_step(group, number, lambda: dict(named), call, BROADCAST)
-    _calls[named[0][1]] = number + 1
+    calls[group] = number + 1
     reduce_gradients(group, named, checked, call)
 
 

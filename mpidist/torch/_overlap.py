@@ -189,8 +189,12 @@ class Overlap:
 
     @property
     def passes(self) -> int:
-        """How many backward passes were noted before the first reduction."""
-        return max(self._ready.values(), default=0)
+        """How many backward passes were noted before the first reduction.
+
+        The least of the parameters: some are ready several times in a pass, those of a
+        module that is used several times under reentrant checkpointing.
+        """
+        return min(self._ready.values(), default=0)
 
     def restart(self) -> None:
         """Forget these passes: the program forgets their gradients."""

@@ -127,6 +127,13 @@ def test_default_writers_and_steps_are_set_and_set_back(tmp_path):
     assert next((tmp_path / "inner").iterdir()).suffix == ".mine"
 
 
+def test_a_number_beyond_float32_is_infinite(tmp_path):
+    with summary.create_file_writer(tmp_path).as_default(step=1):
+        summary.scalar("loss", -1e40)
+    assert read(tmp_path) == [("loss", -float("inf"), 1)]
+    assert not next(tmp_path.iterdir()).stat().st_mode & 0o111
+
+
 def test_other_kinds_say_what_to_write():
     with pytest.raises(AttributeError, match=r"strategy\.is_main_process"):
         summary.image("x", np.zeros((1, 2, 2, 3)), step=0)

@@ -1,5 +1,7 @@
 """Programs that libraries for TensorFlow contain, and the names that they use."""
 
+import functools
+
 import numpy as np
 import pytest
 from replicas import (
@@ -308,6 +310,32 @@ def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank,
             assert context.input_pipeline_id == rank
         assert context.num_replicas_in_sync == size
     assert not contexts
+
+    batches = [np.arange(k, k + 2) for k in range(2 * size + 1)]
+
+    def own_of(dataset):
+        local = mirrored.experimental_local_results
+        return [local(batch)[0].tolist() for batch in dataset]
+
+    own = [batch.tolist() for batch in batches[rank::size]]
+    expected = own + [[]] * (3 - len(own))
+    for dataset_fn in (
+        lambda _: batches,
+        lambda _: iter(batches),
+        lambda _: mpidist.data.Dataset.from_generator(lambda: batches),
+    ):
+        dataset = mirrored.distribute_datasets_from_function(dataset_fn)
+        assert own_of(dataset) == expected
+    function = lambda _: functools.partial(next, iter(batches))  # noqa: E731
+    assert own_of(mirrored.make_input_fn_iterator(function)) == expected
+    dataset = mirrored.distribute_datasets_from_function(lambda _: batches)
+    assert len(dataset) == len(own)
+    iterator = iter(dataset)
+    next(iterator)
+    state = iterator.state()
+    again = iter(mirrored.distribute_datasets_from_function(lambda _: batches))
+    again.restore(state)
+    assert own_of(again) == own_of(iterator) == expected[1:]
     mirrored.close()
 
 

@@ -530,6 +530,26 @@ def test_a_row_that_fails_is_left_out_though_the_source_fails_later():
         next(iterator)
 
 
+@pytest.mark.parametrize("depth", [0, 4])
+def test_a_source_is_not_read_again_after_a_row_that_failed(depth):
+    rows = iter(range(7))
+    dataset = Dataset.from_generator(lambda: rows).map(fails_at(2)).prefetch(depth)
+    iterator = iter(dataset)
+    assert lists(itertools.islice(iterator, 2)) == [0, 1]
+    with pytest.raises(KeyError, match="element 2"):
+        next(iterator)
+    assert lists(iterator) == [3, 4, 5, 6]
+
+
+def test_rows_before_one_that_fails_come_out_of_a_cache():
+    rows = Dataset.range(5).map(fails_at(2), num_parallel_calls=4)
+    iterator = iter(rows.cache())
+    assert lists(itertools.islice(iterator, 2)) == [0, 1]
+    with pytest.raises(KeyError, match="element 2"):
+        next(iterator)
+    assert lists(iterator) == [3, 4]
+
+
 def test_an_empty_list_is_an_array_without_rows():
     assert lists(Dataset.from_tensor_slices([])) == []
     assert lists(Dataset.from_tensor_slices({"a": [], "b": ([], [])})) == []
@@ -553,6 +573,9 @@ def test_text_and_bytes():
     words = Dataset.from_generator(lambda: iter([["a"], ["b", "cde"]]))
     (batch,) = words.padded_batch(2, padding_values="end")
     assert batch.tolist() == [["a", "end"], ["b", "cde"]]
+    for pairs in [("a", "b"), ("c", "d")], [np.array(["a", "b"]), ["c", "d"]]:
+        declared = Dataset.from_generator(lambda pairs=pairs: [pairs], str)
+        assert lists(declared) == [[["a", "b"], ["c", "d"]]]
 
 
 @pytest.mark.parametrize(

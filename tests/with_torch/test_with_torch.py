@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from replicas import everywhere, raises_everywhere, wait_for_reports
+from replicas import everywhere, raises_everywhere, split, wait_for_reports
 
 import mpidist
 from mpidist._base import nest, remedies
@@ -564,6 +564,41 @@ def test_all_reduce_gradients_compares_parameters(strategy, rank, torch, mt, cap
         reduce()
     wait_for_reports()
     assert "differ" not in caplog.text
+
+
+def test_groups_that_reduce_the_same_gradients_count_apart(
+    strategy, rank, torch, mt, new_strategy
+):
+    model = make_model(torch)
+    alone = new_strategy(comm=split(rank))
+    for _ in range(4):
+        loss_of(torch, model, *mine(rank, *make_rows(torch))).backward()
+        if rank == 0:
+            mt.all_reduce_gradients(model, strategy=alone)
+        mt.all_reduce_gradients(model, strategy=strategy)
+    grads = {str(i): p.grad for i, p in enumerate(model.parameters())}
+    mt.check_in_sync(grads, strategy=strategy)
+
+
+def test_a_module_used_twice_under_reentrant_checkpointing(strategy, rank, torch, mt):
+    """Its gradients are ready twice in a pass."""
+    model = make_model(torch)
+    part = torch.nn.Linear(3, 3).double()
+    mt.broadcast_parameters(part, strategy=strategy)
+    optimizer = mt.DistributedOptimizer(
+        torch.optim.SGD([*model.parameters(), *part.parameters()], lr=0.1),
+        backward_passes_per_step=2,
+        strategy=strategy,
+    )
+    before = part.weight.detach().clone()
+    for number in range(2):
+        y = model(mine(rank, *make_rows(torch))[0])
+        for _ in range(2):
+            y = torch.utils.checkpoint.checkpoint(part, y, use_reentrant=True)
+        y.sum().backward()
+        optimizer.step()
+        assert optimizer.passes == 1 - number
+    assert not torch.equal(part.weight, before)
 
 
 def test_passes_as_in_horovod(strategy, rank, torch, mt):

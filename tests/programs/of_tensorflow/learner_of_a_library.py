@@ -4,7 +4,7 @@ import os
 from typing import Optional
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import values
+from tensorflow.python.distribute import values as ds_values
 from tensorflow.python.distribute.values import PerReplica
 
 tf.config.set_soft_device_placement(True)
@@ -83,7 +83,7 @@ class Learner(tf.Module):
 
     def _reduce(self, value):
         rank = 0
-        if isinstance(value, values.PerReplica):
+        if isinstance(value, ds_values.PerReplica):
             assert isinstance(value, PerReplica)
             rank = value.values[0].shape.rank
         elif tf.is_tensor(value):
