@@ -168,6 +168,14 @@ class Overlap:
 
     def _note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready, and begin what can be begun."""
+        try:
+            self._note_and_begin(parameter)
+        except BaseException as error:
+            if self._plan is not None:
+                interruptions.left(self._plan.group, self._call, error)
+            raise
+
+    def _note_and_begin(self, parameter: torch.Tensor) -> None:
         plan = self._plan
         if plan is None:
             self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
@@ -177,15 +185,11 @@ class Overlap:
         if plan.failures != plan.group.guard.reports.failures:
             self._forget()  # the ranks have not begun the same buckets
             return
-        try:
-            can_begin = plan.note(parameter)
-            while can_begin and not self._holds:
-                self._begin(plan)
-                bucket = plan.buckets[plan.next]
-                can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
-        except BaseException as error:
-            interruptions.left(plan.group, self._call, error)
-            raise
+        can_begin = plan.note(parameter)
+        while can_begin and not self._holds:
+            self._begin(plan)
+            bucket = plan.buckets[plan.next]
+            can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
 
     @property
     def passes(self) -> int:

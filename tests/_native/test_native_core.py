@@ -354,7 +354,7 @@ def all_reduce_of(me: Rank, shape: tuple[int, ...]) -> tuple[Any, Any, Plan]:
     state, plan = core.CallState(), Plan()
     state._call = state._previous_call = "earlier"
     state._timeout, state.timeout_seconds = 1.0, 7.0
-    reduce = core.Reduce(me.channel, [("f4", "SUM", shape, 0)], AREA, 99, 1000)
+    reduce = core.Reduce(me.channel, [("f4", "SUM", shape, 0)], AREA, 99, 60_000)
     entry = core.ArrayCall(state, lambda *args, **names: ("other", args, names), 1)
     entry.keep("SUM", np.empty(shape, np.float32), reduce, "this", plan)
     return entry, state, plan
@@ -424,7 +424,7 @@ def test_a_small_array_is_gathered_without_python() -> None:
         other = "other"
         entry = core.ArrayCall(state, lambda *args: other, 0)
         assert entry(np.zeros(3), 0) == other
-        gather = core.Gather(me.channel, [(2, 24)], 7, 1000)
+        gather = core.Gather(me.channel, [(2, 24)], 7, 60_000)
         for length in (0, 1, 2, 3):  # of rank 0, with more on each rank after it
             n = length + me.rank
             x = np.full((2, n, 3), 10.0 * me.rank + length)
@@ -453,7 +453,7 @@ def test_its_table_holds_the_latest_of_many_plans() -> None:
     def body(me: Rank) -> str:
         entry, _, plan = all_reduce_of(me, (1,))
         for n in range(2000):
-            reduce = core.Reduce(me.channel, [("f4", "SUM", (n,), 0)], AREA, n, 1000)
+            reduce = core.Reduce(me.channel, [("f4", "SUM", (n,), 0)], AREA, n, 60_000)
             entry.keep("SUM", np.empty(n, np.float32), reduce, f"call {n}", plan)
             assert entry("SUM", np.ones(n, np.float32)).shape == (n,)
         found = [entry("SUM", np.ones(n, np.float32)) for n in range(2000)]

@@ -208,6 +208,34 @@ def restore(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any
     return lambda: checkpoint.restore(f"{folder}/saved")
 
 
+def torch_step(overlap: bool) -> Verb:
+    """Return a backward pass and a step of torch, of two buckets."""
+
+    def verb(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
+        import torch
+
+        import mpidist.torch
+
+        module = torch.nn.Sequential(torch.nn.Linear(2**20, 1), torch.nn.Linear(1, 1))
+        for p in module.parameters():
+            torch.nn.init.ones_(p)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        distributed = mpidist.torch.DistributedOptimizer(
+            sgd, strategy=strategy, overlap=overlap
+        )
+        x = torch.ones(1, 2**20)
+
+        def step() -> None:
+            module.zero_grad()
+            module(x).sum().backward()
+            distributed.step()
+
+        step()
+        return step
+
+    return verb
+
+
 Verb: TypeAlias = Callable[[mpidist.Strategy, mpidist.Variable, str], Any]
 
 VERBS: Final[dict[str, Verb]] = {
@@ -262,6 +290,8 @@ VERBS: Final[dict[str, Verb]] = {
     "save": save,
     "restore": restore,
     "commit": commit,
+    "torch": torch_step(overlap=False),
+    "torch overlap": torch_step(overlap=True),
 }
 
 

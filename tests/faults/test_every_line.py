@@ -49,9 +49,13 @@ def numbers_of(count):
         "read",
         "commit",
         "dataset",
+        pytest.param("torch", marks=pytest.mark.guests),
+        pytest.param("torch overlap", marks=pytest.mark.guests),
     ],
 )
 def test_an_exception_at_any_line_is_told(verb, same_folder):
+    if verb.startswith("torch"):
+        pytest.importorskip("torch")
     victim = list(VERBS).index(verb) % 2
     program = new_program(verb, str(same_folder), DEADLINE)
     count = lines_of(program, victim)
