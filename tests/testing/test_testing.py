@@ -27,6 +27,12 @@ from mpidist.testing import _run
 ROOT = Path(mpidist.__file__).parent.parent
 LONG = 600.0  # a deadline that no test waits for
 
+# A replica may be stopped in a callback of Python's garbage collector, such as that of
+# JAX, which another test has imported: Python then only reports the exception.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
 
 def all_reduce(x, op="SUM"):
     return mpidist.get_replica_context().all_reduce(op, x)
@@ -549,9 +555,6 @@ def test_arguments(arguments, kind, message):
         testing.run(*arguments)
 
 
-# A replica may be stopped in a callback of Python's garbage collector, such as that of
-# JAX, which another test has imported: Python then only reports the exception.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_many_programs_that_go_wrong_at_any_place():
     """A replica fails, leaves or is late at a place of its own: each run ends."""
     generator = random.Random(5)
