@@ -97,7 +97,8 @@ def as_stored(x: Guest, kind: GuestKind, call: str) -> Array | DeviceCopy:
     if kind == "jax":
         device = _device_of_jax(x, call)
         if device.platform == "cpu":
-            return np.asarray(x)
+            host: HostArray = np.asarray(x)  # mypy with NumPy 2.5 asks for the type
+            return host
         return DeviceCopy(x.dtype, x.shape, lambda: np.asarray(x))
     torch = sys.modules["torch"]
     dense = x.layout is torch.strided and not (x.is_nested or x.is_quantized)
@@ -234,7 +235,8 @@ def _device_of_jax(x: Guest, call: str) -> Any:
 def _view_of_jax(x: Guest, call: str) -> Array:
     device = _device_of_jax(x, call)
     if device.platform == "cpu":
-        return np.asarray(x)
+        host: HostArray = np.asarray(x)
+        return host
     try:
         return _from_cuda(x)
     except (TypeError, RuntimeError, BufferError) as error:
