@@ -98,7 +98,8 @@ class Program:
         self.strategy = strategy
         self.verb = verb
         self.v = make(strategy, np.zeros(3), aggregation=SUM)
-        self.call: Callable[[], Any] = VERBS[verb](strategy, self.v, folder)
+        make_call = {**VERBS, **GUESTS}[verb]
+        self.call: Callable[[], Any] = make_call(strategy, self.v, folder)
         with self.scope():
             self.call()  # makes plans
 
@@ -290,6 +291,9 @@ VERBS: Final[dict[str, Verb]] = {
     "save": save,
     "restore": restore,
     "commit": commit,
+}
+# Of programs with torch, which not every environment has.
+GUESTS: Final[dict[str, Verb]] = {
     "torch": torch_step(overlap=False),
     "torch overlap": torch_step(overlap=True),
 }

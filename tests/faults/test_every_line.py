@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from faults.every_line import KINDS, VERBS, inject, lines_of, new_program
+from faults.every_line import GUESTS, KINDS, VERBS, inject, lines_of, new_program
 
 pytestmark = [
     pytest.mark.mpi,
@@ -56,7 +56,7 @@ def numbers_of(count):
 def test_an_exception_at_any_line_is_told(verb, same_folder):
     if verb.startswith("torch"):
         pytest.importorskip("torch")
-    victim = list(VERBS).index(verb) % 2
+    victim = [*VERBS, *GUESTS].index(verb) % 2
     program = new_program(verb, str(same_folder), DEADLINE)
     count = lines_of(program, victim)
     assert count > 20
