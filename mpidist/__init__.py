@@ -176,33 +176,23 @@ __all__ = [
 for _name in __all__:
     if hasattr(globals()[_name], "__module__"):
         globals()[_name].__module__ = __name__
-for _module in (
+_explained = (
     cluster,
     data,
-    elastic,
     experimental,
     losses,
     metrics,
     nest,
     optimizers,
     summary,
-    testing,
-):
+)
+for _module in (*_explained, elastic, testing):
     for _name in set(_module.__all__) - set(__all__):
         if callable(getattr(_module, _name)):
             getattr(_module, _name).__module__ = _module.__name__
 del _module, _name
 
-for _module in (
-    cluster,
-    data,
-    experimental,
-    losses,
-    metrics,
-    nest,
-    optimizers,
-    summary,
-):
+for _module in _explained:
     _remedies.explain_module(_module.__name__)
 _remedies.explain_module(__name__)
-del _module
+del _module, _explained

@@ -44,7 +44,8 @@ def left(group: ReplicaGroup, call: str, error: BaseException) -> None:
 
 
 def tells(
-    call: str, group_of: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
+    call: str,
+    group_of: Callable[[Any], ReplicaGroup | None] = operator.attrgetter("_group"),
 ) -> Callable[[_F], _F]:
     """Return a decorator of a method that all ranks call together; see the module.
 
@@ -52,7 +53,8 @@ def tells(
 
     Args:
         call: the name of the call.
-        group_of: returns the ranks of an object of the method's class.
+        group_of: returns the ranks of an object of the method's class; None if they
+            are not known yet: nobody is told.
     """
 
     def decorate(method: _F) -> _F:
@@ -61,7 +63,8 @@ def tells(
             try:
                 return method(self, *args, **kwargs)
             except BaseException as error:
-                left(group_of(self), call, error)
+                if (group := group_of(self)) is not None:
+                    left(group, call, error)
                 raise
 
         # The same type: overloads of the method would not fit another one.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_keywords, missing_name
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.interruptions import left
+from mpidist._runtime.interruptions import tells
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import compare_in_step
@@ -25,26 +25,6 @@ from mpidist.torch._overlap import Overlap, set_hooks, warn
 # `Any` for type checkers: an optimizer around one of another class replaces it in
 # `optimizer = DistributedOptimizer(optimizer)`.
 _AnyOptimizer: Any = torch.optim.Optimizer
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _tells(method: _F) -> _F:
-    """Have a method tell the other ranks if an exception from outside leaves it.
-
-    As `interruptions.tells`, once the ranks are known: from the first step on.
-    """
-
-    @functools.wraps(method)
-    def told(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            if (group := self._compared) is not None:
-                left(group, f"{type(self).__name__}.{method.__name__}", error)
-            raise
-
-    return told  # type: ignore[return-value] # the same arguments
 
 
 class DistributedOptimizer(_AnyOptimizer):
@@ -197,7 +177,7 @@ class DistributedOptimizer(_AnyOptimizer):
         """The number of backward passes since the last step."""
         return self._passes
 
-    @_tells
+    @tells("DistributedOptimizer.step", operator.attrgetter("_compared"))
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, clip them, and step. Collective at each k-th call.
 
@@ -228,7 +208,7 @@ class DistributedOptimizer(_AnyOptimizer):
         self._synchronized = False
         return self._optimizer.step()
 
-    @_tells
+    @tells("DistributedOptimizer.synchronize", operator.attrgetter("_compared"))
     def synchronize(self) -> None:
         """Reduce the gradients now; the next `step` takes them as they then are.
 

@@ -30,8 +30,9 @@ import torch
 from mpidist._agreement.begun import CollectiveHandle
 from mpidist._base import reporting
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._runtime import begun, interruptions
+from mpidist._runtime import begun
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.interruptions import tells
 from mpidist.torch._gradients import (
     FLAGS,
     PRESENT,
@@ -166,16 +167,9 @@ class Overlap:
             self._hooks.popitem()[1].remove()
         self._forget()
 
+    @tells("DistributedOptimizer.step")
     def _note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready, and begin what can be begun."""
-        try:
-            self._note_and_begin(parameter)
-        except BaseException as error:
-            if self._plan is not None:
-                interruptions.left(self._plan.group, self._call, error)
-            raise
-
-    def _note_and_begin(self, parameter: torch.Tensor) -> None:
         plan = self._plan
         if plan is None:
             self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
@@ -190,6 +184,10 @@ class Overlap:
             self._begin(plan)
             bucket = plan.buckets[plan.next]
             can_begin = bucket is not plan.buckets[-1] and not bucket.waiting
+
+    @property
+    def _group(self) -> ReplicaGroup | None:
+        return None if self._plan is None else self._plan.group
 
     @property
     def passes(self) -> int:
