@@ -7,6 +7,11 @@ imports it then, as pickle would.
 Torch tensors and JAX arrays on the host become NumPy arrays of the same memory, those
 on a GPU CuPy arrays (through DLPack, which orders the streams), and results are turned
 back in the same way. `mpidist docs arrays` has the table of what is copied.
+
+DLPack orders reads after writes; it does not tell a library that memory which it gets
+back is still used on another stream. Each library reuses memory in the order of streams
+of its own: that of JAX's arguments waits for what reads it (`wait_until_read`), and
+torch gets a copy of a result where its stream is not CuPy's (`_to_torch`).
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -276,6 +281,17 @@ def restore(array: Array, kind: GuestKind) -> Guest:
     return jax.device_put(array, jax.local_devices(backend="cpu")[0])
 
 
+def wait_until_read(kinds: Iterable[str]) -> None:
+    """Wait until the GPU has read the JAX arrays of a call, if some were on a GPU.
+
+    JAX reuses the memory of an array when the program lets go of it. NCCL may read it
+    later, on CuPy's stream.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and "jax" in kinds:
+        cupy.cuda.get_current_stream().synchronize()
+
+
 def export_copy(
     array: Array,
     stream: Any,
@@ -304,4 +320,11 @@ def _to_torch(array: Array) -> Guest:
         tensor = torch.from_numpy(raw if writable else np.array(raw))
     else:
         tensor = torch.from_dlpack(raw)
+        theirs = torch.cuda.current_stream(tensor.device)
+        ours = sys.modules["cupy"].cuda.get_current_stream()
+        if theirs.cuda_stream != ours.ptr:
+            # CuPy would reuse the memory for a later result while torch's kernels read
+            # this one.
+            tensor = tensor.clone()
+            torch.cuda.ExternalStream(ours.ptr).wait_stream(theirs)
     return tensor.view(torch.bfloat16) if short else tensor

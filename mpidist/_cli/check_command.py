@@ -209,7 +209,7 @@ class _Checks:
         with strategy.scope():
             w = mpidist.Variable(np.ones(100, np.float32))
             sgd = mpidist.optimizers.SGD(learning_rate=0.5)
-        gradient = np.full(100, 1 / size, np.float32)
+        gradient = strategy.array_module.full(100, 1 / size, np.float32)
         self._run(lambda ctx: sgd.apply_gradients([(gradient, w)]))
         if not np.allclose(w.numpy(), 0.5):
             raise CheckFailedError(f"the weights are {w.numpy()[:3]} ...", BUG)

@@ -6,6 +6,7 @@ import sys
 
 import ml_dtypes
 import numpy as np
+import one_gpu
 import posing
 import pytest
 from replicas import all_reduce, context, everywhere, local
@@ -32,6 +33,7 @@ ON_A_GPU = [d for d in DTYPES if d.char not in "gG" and d != BFLOAT16]
         "posing direct",
         pytest.param("cupy staged", marks=pytest.mark.gpu),
         pytest.param("cupy direct", marks=pytest.mark.gpu),
+        pytest.param("cupy nccl", marks=pytest.mark.gpu),
     ]
 )
 def where(request, monkeypatch, new_strategy):
@@ -43,6 +45,9 @@ def where(request, monkeypatch, new_strategy):
         pytest.importorskip("cupy")
         if implementation == "direct" and not os.environ.get("MPIDIST_TEST_DIRECT"):
             pytest.skip("launch/gpu-check says where MPI takes GPU buffers")
+        if implementation == "nccl":
+            strategy = one_gpu.make_nccl(monkeypatch, new_strategy)
+            return strategy, strategy.array_module
     strategy = new_strategy(
         device="cpu" if kind == "numpy" else "gpu",
         implementation=implementation or "AUTO",
