@@ -24,7 +24,7 @@ DEFAULT_BYTES_PER_PACK: Final = 32 * 1024 * 1024
 # of some 20 us (two copies to start, three events, an MPI call). 4 MiB take about
 # 170 us at 25 GB/s, the speed of a PCIe 4 slot, so the fixed cost is a tenth; and a
 # bucket of 32 MiB still has eight pieces. Calculated, not yet measured on a GPU.
-DEFAULT_STAGING_BYTES: Final = 16 * 1024 * 1024
+DEFAULT_STAGING_BYTES: Final = 256 * 1024 * 1024
 SMALLEST_STAGING_BYTES: Final = 64 * 1024
 MOST_IN_FLIGHT: Final = 64
 _T = TypeVar("_T")
@@ -156,8 +156,8 @@ class Environment:
         implementation: what AUTO means (``MPIDIST_IMPLEMENTATION``).
         allreduce: how large arrays are reduced between nodes (``MPIDIST_ALLREDUCE``);
             None: as measured for the MPI library.
-        staging_bytes: size of the page-locked memory of staged GPU buffers, from
-            ``MPIDIST_STAGING_MB`` (MiB).
+        staging_bytes: maximum size of the page-locked memory of staged GPU buffers,
+            from ``MPIDIST_STAGING_MB`` (MiB).
         compression: of sums between nodes (``MPIDIST_COMPRESSION``).
         error_feedback: whether its errors are added to later calls
             (``MPIDIST_ERROR_FEEDBACK``).

@@ -46,9 +46,9 @@ _SLICE_BETWEEN_NODES: Final = 128 * 1024
 _AREAS_BYTES_BETWEEN_NODES: Final = 512 * 2**20
 _LARGEST_ARENA: Final = 4 * 2**30
 # Loops of a waiting rank before it yields its core, and then sleeps. 500 were shorter
-# than an empty merge_fn: every fourth merge_call of 2 ranks slept, and took 130 to 400 us
-# in place of 20 to 30. With more ranks than cores a rank would occupy the core of the
-# one that it waits for.
+# than an empty merge_fn: every fourth merge_call of 2 ranks slept, and took 130 to 400
+# us in place of 20 to 30. With more ranks than cores a rank would occupy the core of
+# the one that it waits for.
 _SPINS: Final = 4000
 _SPINS_CROWDED: Final = 20
 

@@ -14,6 +14,7 @@ All waits for copies are here. Their order (CUDA C++ Programming Guide, "Streams
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -23,24 +24,36 @@ from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import Array, DeviceArray, DType, HostArray
 from mpidist._collectives.transports import DirectTransport
 
+_FIRST_BYTES: Final = 16 * 2**20
+
 
 class HostMemory:
     """Page-locked memory through which the GPU arrays of a rank pass.
 
+    It grows with the calls. Arrays that have no room in it pass through memory of the
+    driver, which takes one more copy.
+
     Args:
-        nbytes: its size. Arrays that have no room in it pass through memory of the
-            driver, which takes one more copy.
+        most: its maximum size in bytes.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._memory: HostArray | None = None
 
-    def prepare(self) -> HostArray:
-        """Allocate the memory, unless it is there; return it."""
-        if self._memory is None:
-            self._memory = gpus.pinned_empty(self._nbytes, "u1")
-        return self._memory
+    def prepare(self, nbytes: int = 0) -> HostArray:
+        """Return the memory, with ``nbytes`` if it may and can have so many."""
+        nbytes = min(max(nbytes, _FIRST_BYTES), self._most)
+        memory = self._memory
+        if memory is None or memory.size < nbytes:
+            size = min(1 << (nbytes - 1).bit_length(), self._most)
+            try:
+                memory = self._memory = gpus.pinned_empty(size, "u1")
+            except Exception:  # of CUDA
+                if memory is None:
+                    raise
+                self._most = memory.size
+        return memory
 
     def load(self, arrays: Sequence[Array]) -> list[HostArray]:
         """Return arrays as host arrays; those of GPUs are valid until the next call.
@@ -48,7 +61,9 @@ class HostMemory:
         Args:
             arrays: some of them on the current GPU.
         """
-        memory, at, hosts, kept = self.prepare(), 0, [], []
+        on_device = [x.nbytes for x in arrays if backend.is_device_array(x)]
+        memory = self.prepare(sum(round_up(nbytes, LINE) for nbytes in on_device))
+        at, hosts, kept = 0, [], []
         for x in arrays:
             end = at + round_up(x.nbytes, LINE)
             if not backend.is_device_array(x) or end > memory.size:
