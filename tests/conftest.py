@@ -25,6 +25,7 @@ from typing import Any
 
 import hypothesis
 import numpy as np
+import one_gpu
 import pytest
 from replicas import everywhere, wait_asleep
 
@@ -314,6 +315,14 @@ def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(scope="session")
+def on_gpus() -> Iterator[one_gpu.StrategiesOnGpus]:
+    """Strategies on a real GPU, for tests marked gpu."""
+    strategies = one_gpu.StrategiesOnGpus()
+    yield strategies
+    strategies.close()
 
 
 @pytest.fixture(scope="session")

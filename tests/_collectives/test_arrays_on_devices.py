@@ -1,12 +1,10 @@
 """The core on NumPy arrays, on host memory that poses as a GPU array, and on CuPy."""
 
 import itertools
-import os
 import sys
 
 import ml_dtypes
 import numpy as np
-import one_gpu
 import posing
 import pytest
 from replicas import all_reduce, context, everywhere, local
@@ -39,15 +37,11 @@ ON_A_GPU = [d for d in DTYPES if d.char not in "gG" and d != BFLOAT16]
 def where(request, monkeypatch, new_strategy):
     """Give a strategy and the array module of its device."""
     kind, _, implementation = request.param.partition(" ")
+    if kind == "cupy":
+        strategy = request.getfixturevalue("on_gpus").get(implementation.upper())
+        return strategy, strategy.array_module
     if kind == "posing":
         posing.install(monkeypatch)
-    elif kind == "cupy":
-        pytest.importorskip("cupy")
-        if implementation == "direct" and not os.environ.get("MPIDIST_TEST_DIRECT"):
-            pytest.skip("launch/gpu-check says where MPI takes GPU buffers")
-        if implementation == "nccl":
-            strategy = one_gpu.make_nccl(monkeypatch, new_strategy)
-            return strategy, strategy.array_module
     strategy = new_strategy(
         device="cpu" if kind == "numpy" else "gpu",
         implementation=implementation or "AUTO",
