@@ -275,6 +275,7 @@ def restore(array: Array, kind: GuestKind) -> Guest:
         return _to_torch(array)
     jax = importlib.import_module("jax")
     if not isinstance(array, (np.ndarray, np.generic)):
+        wait_until_read([kind])
         return jax.dlpack.from_dlpack(array)
     if jax.default_backend() == "cpu":
         return jax.device_put(array)  # without a copy, other than jax.numpy.asarray
@@ -285,7 +286,7 @@ def wait_until_read(kinds: Iterable[str]) -> None:
     """Wait until the GPU has read the JAX arrays of a call, if some were on a GPU.
 
     JAX reuses the memory of an array when the program lets go of it. NCCL may read it
-    later, on CuPy's stream.
+    later, on CuPy's stream. `restore` does it; a rank without results calls it.
     """
     cupy = sys.modules.get("cupy")
     if cupy is not None and "jax" in kinds:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, guests, nest
+from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest, Shape
@@ -91,7 +91,6 @@ class AllGathers:
             how = (call, axis, None if alone else structure, options)
             plan = self._find(how, structure, arrays, axes, merged)
         results = plan(arrays, None, merged.timeout_seconds)
-        guests.wait_until_read(kind for _, kind in pairs)
         return structure.unflatten(
             [
                 backend.as_given(x, kind)

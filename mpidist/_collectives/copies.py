@@ -101,7 +101,6 @@ class Copies:
         with resources.guard.payload():
             for x in results:
                 transports.of(x).broadcast(backend.as_bytes(x), root)
-        guests.wait_until_read(kind for _, kind in pairs)
         return structure.unflatten(
             [
                 backend.restore(x, kind)
