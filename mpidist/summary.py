@@ -16,8 +16,8 @@ import time as _time
 import weakref as _weakref
 from collections import abc as _abc
 
+from mpidist._base import backend as _backend
 from mpidist._base import threads as _threads
-from mpidist._base.backend import as_real as _as_real
 from mpidist._base.expect import as_int as _as_int
 from mpidist._base.expect import expect as _expect
 from mpidist._runtime import context as _context
@@ -137,7 +137,7 @@ def scalar(
 
     Args:
         name: its name in TensorBoard.
-        data: a number, an array of no dimensions, or a variable.
+        data: a real number or a bool, an array of no dimensions, or a variable.
         step: an int or a variable of one; None: that of `set_step`.
         description: accepted and ignored.
 
@@ -151,10 +151,11 @@ def scalar(
     here = _state()
     if here.writer is None or not should_record_summaries():
         return False
-    value = _as_real(data)
     hint = 'write `strategy.reduce("MEAN", value, axis=None)` for a PerReplica'
-    _expect(value is not None, "summary.scalar", "`data` to be a number", data, hint)
-    assert value is not None
+    array, _ = _backend.as_array(data, "summary.scalar")
+    is_real = array.shape == () and array.dtype.kind in "biufV"
+    _expect(is_real, "summary.scalar", "`data` to be a number", data, hint)
+    value = float(_backend.to_host(array))
     step = here.step if step is None else step
     hint = "write `step=optimizer.iterations`, or call `mpidist.summary.set_step(step)`"
     number = _as_int("summary.scalar", "step", step, hint=hint)

@@ -30,6 +30,7 @@ class Reports:
 
     Attributes:
         failures: how often ranks have differed; it changes on all ranks, or on none.
+        calls: the texts of the calls of all ranks, when they differed last.
         writes: of the current update, which are undone if the ranks differ.
         repair: makes the copies of variables, given by their keys, equal again after
             an update that has failed. Collective.
@@ -42,6 +43,7 @@ class Reports:
         self._shared = shared
         self._breakdown = breakdown
         self.failures: int = 0
+        self.calls: set[str] = set()
         self.writes: Writes | None = None
         self.repair: Callable[[Sequence[Key]], None] | None = None
 
@@ -75,6 +77,7 @@ class Reports:
                 self.writes = None
             data = self._comm.all_gather_objects(pickle.dumps(report))
             reports: list[Report] = [pickle.loads(item) for item in data]
+            self.calls = {report.call for report in reports}
             found = judge(self._comm.rank, reports) if error is None else error
             as_told(found)
             sections.desert(min(report.depth for report in reports), found)

@@ -47,8 +47,9 @@ class CheckpointManager:
         checkpoint_name: the prefix of the names in the directory.
         format: the format of the array file, as for `Checkpoint.save`.
         step_counter: the variable that ``checkpoint_interval`` counts.
-        checkpoint_interval: `save` does nothing before the counter has grown by this
-            number since the last checkpoint; None: it always saves.
+        checkpoint_interval: `save` does nothing before the counter, the same on all
+            ranks, has grown by this number since the last checkpoint; None: it always
+            saves.
         init_fn: a function that `restore_or_initialize` calls if there is no
             checkpoint.
 
@@ -183,15 +184,19 @@ class CheckpointManager:
             ``Any`` for type checkers: without an interval no test for None is needed.
 
         Raises:
+            CollectiveMismatchError: if the ranks' counters, or those of their last
+                checkpoints, differ.
             OSError: as for `Checkpoint.save`; also its other errors.
         """
         name = "CheckpointManager.save"
-        step = self._step()
+        call = objects_of(self._checkpoint).call(name)
+        step = call.attempt(self._step)
         if step is not None:
-            last, least = self._saved_step, self._interval if check_interval else 1
+            last = self._saved_step
+            call.agree(f" with a step_counter of {step}, {last} at the last checkpoint")
+            least = self._interval if check_interval else 1
             if last is not None and step - last < (least or 1):
                 return None
-        call = objects_of(self._checkpoint).call(name)
         background.finish(call)
         self._make_own_directory()
         number = self._highest + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
@@ -23,6 +24,10 @@ from mpidist._values.variable import Variable, array_of, storage_of
 _MOST_NAMED: Final = 5  # arrays, or ranks, in a message
 _DIGEST_BYTES: Final = 16
 _logger: Final = logging.getLogger("mpidist")
+# Of which parameters rank 0 has said that they differ, with the call.
+_told: Final[weakref.WeakKeyDictionary[ReplicaGroup, set[tuple[str, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def check_in_sync(variables: Nest) -> None:
@@ -143,7 +148,8 @@ def compare_in_step(
     """Compare parameters of all ranks, in steps 0, 1, 2, 4, 8, ... Collective.
 
     Before the first step a difference raises OutOfSyncError; later, when unlike
-    processors may have rounded unlike, rank 0 logs a warning.
+    processors may have rounded unlike, rank 0 logs a warning, once for parameters of
+    these names.
 
     Args:
         group: the ranks.
@@ -154,9 +160,12 @@ def compare_in_step(
     """
     if number & (number - 1):
         return
+    arrays, told = named(), _told.setdefault(group, set())
+    names = (call, *arrays)
     if number == 0:
+        told.discard(names)
         advice = f"Before the first step copy rank 0's to all ranks: {broadcast}"
-        compare_arrays(group, named(), call, advice)
+        compare_arrays(group, arrays, call, advice)
         return
     advice = (
         f"They were the same before the first of {number} steps. Find what differs: a "
@@ -164,9 +173,10 @@ def compare_in_step(
         "what the program does to parameters and reduced gradients"
     )
     try:
-        compare_arrays(group, named(), call, advice)
+        compare_arrays(group, arrays, call, advice)
     except OutOfSyncError as error:
-        if group.replica_id == 0:
+        if group.replica_id == 0 and names not in told:
+            told.add(names)
             reporting.log(_logger, logging.WARNING, "mpidist: %s", error)
 
 

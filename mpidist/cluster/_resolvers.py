@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import json
 import os
 from collections.abc import Mapping
@@ -75,9 +76,9 @@ class ClusterResolver(abc.ABC):
         """Return how many GPUs a task has: ``{"GPU": 2}``, or ``{}``.
 
         Unless a subclass says otherwise those that CuPy finds in this process, whatever
-        the arguments are. ``config_proto`` is ignored.
+        the arguments are. ``config_proto`` is ignored. Of other names it has 0.
         """
-        return self._accelerators(task_id)
+        return collections.defaultdict(int, self._accelerators(task_id))
 
     def _accelerators(self, task_id: int | None) -> dict[str, int]:
         count, _ = gpus.count_gpus()

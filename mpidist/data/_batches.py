@@ -12,7 +12,14 @@ import numpy as np
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
-from mpidist.data._rows import LazyBlock, RowBlock, as_leaf, block_of, map_like
+from mpidist.data._rows import (
+    LazyBlock,
+    RowBlock,
+    as_leaf,
+    block_of,
+    longest_text,
+    map_like,
+)
 from mpidist.data._stage import (
     INFINITE,
     UNKNOWN,
@@ -41,7 +48,7 @@ class Batch(Derived):
             full, rest = divmod(size, self.size_of_batch)
             size = full + (1 if rest and not self.drop_remainder else 0)
         self.inherit(size)
-        self.batch_size = self.size_of_batch
+        self.batch_size, self.full = self.size_of_batch, self.drop_remainder
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         size, rows = self.parent.size, self.size_of_batch
@@ -191,7 +198,9 @@ def _padded(column: tuple[Array, ...], shape: _Shape, value: Any) -> Array:
         )
     xp: Any = backend.module_of(column[0])
     dtype = xp.result_type(*column)
-    filled: Array = xp.full((len(column), *target), _padding(value, dtype), dtype)
+    padding = _padding(value, dtype)
+    dtype = longest_text(dtype, np.asarray(padding).dtype)
+    filled: Array = xp.full((len(column), *target), padding, dtype)
     for number, row in enumerate(column):
         filled[(number, *map(slice, row.shape))] = row
     return filled

@@ -29,6 +29,7 @@ from mpidist.data._rows import (
     RowBlock,
     batch_spec,
     count_rows,
+    name_of_dtype,
     split_as_it_comes,
     split_by_plan,
 )
@@ -56,7 +57,8 @@ def describe(block: RowBlock) -> str:
     """Return the text that must be the same on all ranks: ``{'x': float32 (*, *)}``."""
     return block.structure.render(
         [
-            f"{x.dtype.name} ({', '.join('*' * x.ndim) if x.ndim > 1 else '*,'})"
+            f"{name_of_dtype(x.dtype)} "
+            f"({', '.join('*' * x.ndim) if x.ndim > 1 else '*,'})"
             for x in block.leaves
         ]
     )

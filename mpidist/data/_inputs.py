@@ -66,6 +66,7 @@ class Items(Stage):
     def deal(self, turn: int, turns: int) -> None:
         """Keep every ``turns``-th element, from number ``turn`` on."""
         self._turn, self._turns = turn, turns
+        self.again = self.again and turns == 1
 
     def cardinality(self) -> int:
         # Each time: the length of a DataLoader may differ from epoch to epoch.

@@ -3,7 +3,7 @@
 A step: read this rank's part; exchange a header with its number of rows plus one (0:
 the input of this rank has ended), of which all ranks get the maximum; wrap the part. If
 the maximum is 0, all inputs have ended, and all ranks stop. A rank that could not read
-reports this in place of its header.
+reports this in place of its header, and all ranks leave this element out.
 
 If the spec of a source's elements is known only after reading, the ranks also exchange
 it in the first step, so that a rank without rows can create matching empty arrays. From
@@ -13,9 +13,11 @@ then on the spec is part of the fingerprint of each header.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base.types import Nest
 from mpidist._runtime import context
@@ -33,7 +35,8 @@ class DistributedIterator(PositionedIterator):
 
     An element has the structure of the dataset's, and each of its leaves is a
     `PerReplica`. All ranks get an element, or reach the end, together: a replica
-    without rows gets arrays with 0 rows.
+    without rows gets arrays with 0 rows. An element that raised an exception on some
+    rank is left out on all: the next call goes on after it.
     """
 
     _unit = "steps"
@@ -222,6 +225,30 @@ class DistributedIterator(PositionedIterator):
         if self._failure:
             with guard.checking(name):
                 raise RuntimeError(f"{name}: {self._failure}")
+        failures = guard.reports.failures
+        try:
+            piece, call, own = self._next_piece(guard)
+            if feed.checked:
+                own_sum = 0 if piece is None else piece.checksum
+                feed.compare(f"{name}: batch {self._position}", self._call, own_sum)
+            number = 0 if piece is None else piece.rows + 1
+            most, same = guard.agree_on_largest(call, number)
+        except Exception:
+            if guard.reports.failures > failures or feed.collectives.comm.size == 1:
+                self._leave_out(guard.reports.calls)
+            raise
+        if most == 0:
+            return False, None
+        if feed.policy is not None and not same:
+            self._failure = feed.differing(f"batch {self._position}", number)
+            raise ValueError(f"{name}: {self._failure}")
+        if feed.empty is None:
+            feed.learn(own)
+        self._count()
+        return True, self._wrap(piece)
+
+    def _next_piece(self, guard: Guard) -> tuple[Piece | None, Call, bytes]:
+        """Return this rank's part of the element, and what the others are told."""
         try:
             if not self._waiting:
                 with guard.span("reading input"):
@@ -230,32 +257,31 @@ class DistributedIterator(PositionedIterator):
             piece = self._piece
             call = self._call_for(piece)
             own = b""
-            if feed.empty is None:
+            if self._feed.empty is None:
                 own = dump_spec(None if piece is None else piece.block)
         except KeyboardInterrupt as error:
             # Code that catches it and continues must not miss the element being read.
             self._forget_stream(error, wait=False)
             raise
         except BaseException as error:
+            if self._stage.again:
+                self._source_state = state_of(self._stream)
             self._forget_stream(error)
             raise guard.fail(self._call, _no_stop(error), "raised")  # noqa: B904
-        if feed.checked:
-            own_sum = 0 if piece is None else piece.checksum
-            feed.compare(f"{name}: batch {self._position}", self._call, own_sum)
-        number = 0 if piece is None else piece.rows + 1
-        most, same = guard.agree_on_largest(call, number)
-        if most == 0:
-            return False, None
-        if feed.policy is not None and not same:
-            self._failure = feed.differing(f"batch {self._position}", number)
-            raise ValueError(f"{name}: {self._failure}")
-        if feed.empty is None:
-            feed.learn(own)
+        return piece, call, own
+
+    def _leave_out(self, calls: set[str]) -> None:
+        """Go on after an element that failed on some rank, if all were reading it."""
+        own = re.escape(self._call.text)
+        if all(re.match(rf"{own}(: | \(|$)", call) for call in calls):
+            self._count()
+
+    def _count(self) -> None:
+        """Go on after the element that was read."""
         self._position += 1
-        if piece is not None:
+        if self._waiting and self._piece is not None:
+            self._source_state = self._piece.source_state
             self._waiting, self._piece = False, None
-            self._source_state = piece.source_state
-        return True, self._wrap(piece)
 
     def _wrap(self, piece: Piece | None) -> Nest:
         feed = self._feed
@@ -300,10 +326,11 @@ class DistributedIterator(PositionedIterator):
         return next(self._ahead, None)
 
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
-        """After an error, prepare to read this position again, or never again."""
+        """After an error, prepare to open the input anew, or never again."""
         self._close(wait=wait)
+        lost = not self._stage.again or (self._stream is None and self._position > 0)
         self._stream, self._waiting = None, False
-        if not self._stage.again:
+        if lost:
             self._failure = (
                 f"its input raised a {type(error).__name__} and cannot continue; make "
                 "a new iterator with `iter(dataset)`, or `restore` a state"

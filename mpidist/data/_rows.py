@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidist._base import backend, checksums, guests, nest
 from mpidist._base.fingerprint import fingerprint
-from mpidist._base.types import Array, HostArray, Nest
+from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
 
 _DLPACK_CPU: Final = (1, 3, 11)  # host memory, and page-locked host memory
@@ -262,7 +262,9 @@ def stack(rows: Sequence[Nest], call: str) -> RowBlock:
 
 def join(blocks: Sequence[RowBlock]) -> RowBlock:
     """Concatenate blocks into one."""
-    return _combine(blocks, "concatenate", lambda leaf: (leaf.dtype, leaf.shape[1:]))
+    return _combine(
+        blocks, "concatenate", lambda x: (name_of_dtype(x.dtype), x.shape[1:])
+    )
 
 
 def _combine(
@@ -313,20 +315,33 @@ def gather(x: Any, indices: HostArray) -> Array:
 # --- specs -------------------------------------------------------------------------
 
 
-def batch_spec(spec: Nest) -> Nest:
-    """Return the specs of a batch with any number of rows, given those of a batch."""
+def batch_spec(spec: Nest, rows: int | None = None) -> Nest:
+    """Return the specs of a batch of other rows, or any number, given a batch's."""
     return nest.map_structure(
-        lambda one: ArraySpec((None, *one.shape[1:]) if one.shape else (), one.dtype),
+        lambda one: ArraySpec((rows, *one.shape[1:]) if one.shape else (), one.dtype),
         spec,
     )
 
 
 def common_spec(one: ArraySpec, two: ArraySpec) -> ArraySpec:
     """Return the spec of arrays of either: None for sizes that differ."""
-    if one.dtype != two.dtype or len(one.shape) != len(two.shape):
+    dtype = longest_text(one.dtype, two.dtype)
+    if dtype != longest_text(two.dtype, one.dtype) or len(one.shape) != len(two.shape):
         raise TypeError(f"{one} and {two} have no spec in common")
     sizes = zip(one.shape, two.shape, strict=True)
-    return ArraySpec(tuple(a if a == b else None for a, b in sizes), one.dtype)
+    return ArraySpec(tuple(a if a == b else None for a, b in sizes), dtype)
+
+
+def longest_text(dtype: DType, other: DType) -> DType:
+    """Return a dtype; of text and text that of the longer one."""
+    if dtype.kind not in "SU" or other.kind != dtype.kind:
+        return dtype
+    return max(dtype, other, key=lambda one: one.itemsize)
+
+
+def name_of_dtype(dtype: DType) -> str:
+    """Return its name, without the length of text, which may differ."""
+    return {"U": "str", "S": "bytes"}.get(dtype.kind, dtype.name)
 
 
 # --- the rows of each replica ------------------------------------------------------

@@ -17,6 +17,7 @@ from mpidist.data._rows import (
     exact_array,
     gather,
     lists_to_arrays,
+    longest_text,
     map_like,
 )
 from mpidist.data._stage import (
@@ -157,7 +158,8 @@ def _as_declared(spec: ArraySpec, x: Nest) -> HostArray:
             "`output_signature`, but the generator yielded one of shape "
             f"{array.shape}"
         )
-    return array.astype(spec.dtype, copy=False)
+    dtype = longest_text(spec.dtype, array.dtype)
+    return array.astype(dtype, copy=False)
 
 
 class Generated(Stage):

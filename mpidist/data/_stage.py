@@ -37,7 +37,7 @@ from mpidist.data._options import (
     UNKNOWN_CARDINALITY,
     Options,
 )
-from mpidist.data._rows import LazyBlock, RowBlock, block_of, stack
+from mpidist.data._rows import LazyBlock, RowBlock, batch_spec, block_of, stack
 
 INFINITE: Final = sys.maxsize
 UNKNOWN: Final = UNKNOWN_CARDINALITY
@@ -66,6 +66,7 @@ class Stage:
             reading tells. That of an indexed stage is never unknown.
         indexed: whether the token of any element is found by its number.
         batch_size: the number of rows in a full batch; None before `batch`.
+        full: whether all batches have this number of rows.
         whole: why an element can only be read as a whole; empty if it can be read in
             part.
         again: whether a position can be read again after an error.
@@ -79,6 +80,7 @@ class Stage:
     size: int
     indexed: bool = True
     batch_size: int | None = None
+    full: bool = False
     whole: str = ""
     again: bool = True
     one_shot: bool = False
@@ -182,10 +184,12 @@ class Stage:
         if spec is not None:
             return spec
         block = next(self.opened(self.tokens((0,))), None)
+        rows = None if block is None or not self.full else block.rows
         if isinstance(block, LazyBlock):
             block = block.part(0, 1)
         if block is not None:
-            return block.spec(batched=self.batch_size is not None)
+            spec = block.spec()
+            return spec if self.batch_size is None else batch_spec(spec, rows)
         message = (
             "Dataset.element_spec: the dataset is empty, so its elements are unknown"
         )
@@ -236,7 +240,7 @@ class Derived(Stage):
         parent = self.parent
         self.size = parent.size if size is None else size
         self.indexed = parent.indexed
-        self.batch_size = parent.batch_size
+        self.batch_size, self.full = parent.batch_size, parent.full
         self.whole = parent.whole
         self.depth = parent.depth
         self.options = parent.options

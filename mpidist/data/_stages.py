@@ -260,7 +260,7 @@ class Map(Derived):
             inner,
         )
         block = block_of(apply(self.function, zeros), "Dataset.map")
-        return block.spec(batched=self.batch_size is not None)
+        return block.spec(batched=self.batch_size is not None and not self.full)
 
 
 @dataclasses.dataclass(eq=False, repr=False)

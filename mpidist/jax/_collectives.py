@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -9,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import jax
 import numpy as np
 
+from mpidist._base import reporting
 from mpidist._base.cache import Cache
 from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
@@ -23,6 +26,12 @@ PyTree: TypeAlias = Any
 
 _MOST_STRUCTURES: Final = 256
 _ADVICE: Final = "`parameters = mpidist.jax.broadcast(parameters)`"
+_MANY: Final = 3
+_logger: Final = logging.getLogger("mpidist")
+# How often a function of this code was compiled.
+_made: Final[weakref.WeakKeyDictionary[ReplicaGroup, collections.Counter[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 _names: Final[Cache[Any, list[str]]] = Cache(_MOST_STRUCTURES)
 
 
@@ -143,6 +152,8 @@ def value_and_grad(
         compare_in_step(
             group, number, lambda: _arguments(group, args, argnums, call), call, _ADVICE
         )
+        if jit and number == 0:
+            _warn_of_functions(group, fun, call)
         steps[group] = number + 1
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
@@ -152,6 +163,22 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), gradients
 
     return reduced
+
+
+def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str) -> None:
+    """Warn, once, of functions that the program defines again and again."""
+    code = getattr(fun, "__code__", None)
+    made = _made.setdefault(group, collections.Counter())
+    made[code] += 1
+    if code is not None and made[code] == _MANY and group.replica_id == 0:
+        reporting.log(
+            _logger,
+            logging.WARNING,
+            f"mpidist: %s: {fun.__qualname__} was defined {_MANY} times, and is "
+            "compiled each time. Call value_and_grad once, before the loop, with a "
+            "function of the parameters and the batch; or write `jit=False`",
+            call,
+        )
 
 
 def _all_reduce(

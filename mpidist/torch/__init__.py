@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from mpidist._base.remedies import explain_module
 from mpidist.torch._batch_norm import SyncBatchNorm as SyncBatchNorm
+from mpidist.torch._gradients import all_reduce as all_reduce
 from mpidist.torch._gradients import all_reduce_gradients as all_reduce_gradients
 from mpidist.torch._optimizer import DistributedOptimizer as DistributedOptimizer
 from mpidist.torch._parameters import (
@@ -23,6 +24,7 @@ __all__ = [
     "DistributedOptimizer",
     "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
+    "all_reduce",
     "all_reduce_gradients",
     "broadcast_optimizer_state",
     "broadcast_parameters",

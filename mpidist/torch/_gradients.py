@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpidist._base import backend, guests
+from mpidist._base import backend, guests, nest
 from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
-from mpidist._base.types import Array
+from mpidist._base.remedies import explain_keywords
+from mpidist._base.types import Array, Nest
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
@@ -78,6 +79,47 @@ def all_reduce_gradients(
     compare_in_step(group, number, lambda: dict(named), call, BROADCAST)
     calls[group] = number + 1
     reduce_gradients(group, named, checked, call)
+
+
+@explain_keywords("mpidist.torch.all_reduce")
+def all_reduce(
+    tensors: Nest, op: ReduceOp | str, *, strategy: Strategy | None = None
+) -> Nest:
+    """Replace tensors by their reductions over the ranks, in place. Collective.
+
+    For losses and metrics at program level. Autograd does not see it.
+
+    Args:
+        tensors: a tensor, or a nest of them (tuples, dicts, lists), with the same
+            structure, shapes and dtypes on all ranks.
+        op: a `ReduceOp` or its name, such as "SUM", which is torch's default.
+        strategy: the ranks; default: the current strategy.
+
+    Returns:
+        ``tensors``.
+
+    Raises:
+        TypeError, ValueError: for other operations and arguments.
+        CollectiveMismatchError: if structures, shapes or dtypes differ between ranks.
+        RuntimeError: if no strategy is active.
+
+    Example::
+
+        loss = mpidist.torch.all_reduce(loss.detach(), "MEAN", strategy=strategy)
+    """
+    call = "mpidist.torch.all_reduce"
+    group = group_of_call(strategy, call)
+    with group.guard.checking(call):
+        checked = as_reduce_op(op, call)
+        leaves, _ = nest.flatten(tensors)
+        for leaf in leaves:
+            is_tensor = guests.kind_of(leaf) == "torch"
+            expect(is_tensor, call, "tensors", leaf, "write `torch.as_tensor(x)`")
+    results, _ = nest.flatten(group.all_reduce(checked, tensors, None, call))
+    with torch.no_grad():
+        for tensor, result in zip(leaves, results, strict=True):
+            tensor.copy_(result)
+    return tensors
 
 
 _WRITE_PARAMETERS: Final = "write `module.parameters()`"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_objects import expected_warnings, flip_in_array, per_rank, variable
-from replicas import everywhere
+from replicas import everywhere, raises_everywhere
 
 import mpidist
 from mpidist._base.errors import damaged_checkpoint
@@ -251,6 +251,22 @@ def test_an_interval_of_a_counter_leaves_saves_out(strategy, folder):
     assert again.save() is None  # 2 steps since the restored one
     step.assign_add(1)
     assert again.save() is not None
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2)
+@pytest.mark.one_size
+def test_counters_that_differ_between_ranks(strategy, folder, rank):
+    own = mpidist.Variable(3 * rank)  # outside of the scope
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(step=mpidist.Variable(0))
+    manager = mpidist.CheckpointManager(
+        checkpoint, folder, step_counter=own, checkpoint_interval=2
+    )
+    texts = raises_everywhere(mpidist.CollectiveMismatchError, manager.save)
+    assert "rank 1: CheckpointManager.save with a step_counter of 3, None" in texts[0]
+    own.assign(4)
+    assert manager.save() == manager.latest_checkpoint
 
 
 def test_an_interval_needs_a_variable_to_count(tmp_path):

@@ -127,6 +127,16 @@ def test_default_writers_and_steps_are_set_and_set_back(tmp_path):
     assert next((tmp_path / "inner").iterdir()).suffix == ".mine"
 
 
+def test_bools_and_small_floats(tmp_path):
+    values = [True, np.bool_(False), np.float16(2), mpidist.Variable(True)]
+    with summary.create_file_writer(tmp_path).as_default(step=1):
+        for value in values:
+            summary.scalar("x", value)
+        with pytest.raises(TypeError, match="`data` to be a number, got 1j"):
+            summary.scalar("x", 1j)
+    assert [number for _, number, _ in read(tmp_path)] == [1.0, 0.0, 2.0, 1.0]
+
+
 def test_a_number_beyond_float32_is_infinite(tmp_path):
     with summary.create_file_writer(tmp_path).as_default(step=1):
         summary.scalar("loss", -1e40)

@@ -86,6 +86,7 @@ def test_the_simple_one():
     assert resolver.master("worker", 0) == "grpc://a:1"
     assert resolver.master("worker", 0, rpc_layer="x") == "x://a:1"
     assert resolver.num_accelerators("worker", 1) == {"GPU": 2}
+    assert resolver.num_accelerators()["TPU"] == 0
     resolver.task_type, resolver.task_id = "worker", 1
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
     plain = simple(CLUSTER)

@@ -131,6 +131,14 @@ def test_from_generator_converts_to_its_signature():
         pairs, (np.float64, {"a": "float32"}), ([None], {"a": []})
     )
     assert older.element_spec == signature
+    text = Dataset.from_tensor_slices(["short"])
+    same = Dataset.from_generator(
+        lambda: iter(["longer"]), output_signature=text.element_spec
+    )
+    assert lists(same.padded_batch(1, (), "padding")) == [["longer"]]
+    assert lists(text.concatenate(same).batch(2)) == [["short", "longer"]]
+    words = Dataset.from_tensors(["a"]).padded_batch(1, [2], "padding")
+    assert lists(words) == [[["a", "padding"]]]
     assert next(iter(older))[0].tolist() == [1.0, 2.0]
     only_types = Dataset.from_generator(pairs, (np.float64, {"a": "float32"}))
     assert next(iter(only_types))[0].dtype == np.float64

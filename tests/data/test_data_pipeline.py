@@ -112,6 +112,12 @@ def test_batch_and_drop_remainder():
     assert lists(arange(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
     assert arange(5).batch(2).element_spec.shape == (None,)
     assert arange(5).batch(2, drop_remainder=True).element_spec.shape == (2,)
+    mapped = arange(5).map(lambda x: x + 1)
+    assert mapped.batch(2, True).prefetch(1).element_spec.shape == (2,)
+    assert mapped.batch(2, True).map(lambda x: x[:1]).element_spec.shape == (1,)
+    assert mapped.batch(2).element_spec.shape == (None,)
+    empty = arange(1).map(lambda x: x + 1).batch(2, True).map(abs)
+    assert empty.element_spec.shape == (2,)
     assert lists(arange(5).batch(2).batch(2))[0] == [[0, 1], [2, 3]]
 
 

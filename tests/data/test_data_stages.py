@@ -207,9 +207,104 @@ def test_a_failure_on_one_rank_is_told_on_all(strategy, rank, size, kind):
     error = OSError if rank == last else mpidist.ReplicaError
     with pytest.raises(error, match="element 7 cannot be read"):
         next(iterator)
-    # The step was not counted, and is read again.
-    assert gathered(strategy, iterator) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    # All ranks go on after it.
+    state = iterator.state()
+    assert gathered(strategy, iterator) == [[8, 9, 10, 11]]
+    iterator.restore(state)
+    assert gathered(strategy, iterator) == [[8, 9, 10, 11]]
     assert_usable(strategy)
+
+
+class Items(list):
+    """A sequence of batches; what raises is one that cannot be read."""
+
+    def __getitem__(self, index):
+        item = list.__getitem__(self, index)
+        return item() if callable(item) else item
+
+
+def divides(x):
+    if x in (5, 13):
+        raise ZeroDivisionError
+    return x
+
+
+FIRST, THIRD = np.arange(4), np.arange(8, 12)
+ALWAYS = {
+    "map": lambda bad: Dataset.range(16).map(divides).batch(4),
+    "ahead": lambda bad: Dataset.range(16).map(divides, 2).batch(4).prefetch(3),
+    "whole": lambda bad: Dataset.range(16).batch(4).map(np.vectorize(divides)),
+    "items": lambda bad: Items([FIRST, bad, None, THIRD, bad]),
+}
+
+
+@core
+@pytest.mark.parametrize("kind", ALWAYS)
+def test_a_loop_goes_on_after_elements_that_always_fail(strategy, rank, size, kind):
+    source = ALWAYS[kind](lambda: divides(5) if rank == size - 1 else FIRST)
+    iterator = iter(strategy.experimental_distribute_dataset(source))
+    found, failed = [], 0
+    while True:
+        try:
+            element = next(iterator)
+        except StopIteration:
+            break
+        except (ZeroDivisionError, mpidist.ReplicaError):
+            failed += 1
+        else:
+            found.append(strategy.gather(element, axis=0).reshape(-1).tolist())
+    assert found == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert failed == 2
+
+
+@core
+def test_text_of_other_lengths_on_other_ranks(strategy):
+    words = ["a", "longest of all", "two", "bc"]
+    dataset = Dataset.range(4).map(lambda i: words[i]).batch(4)
+    dataset = strategy.experimental_distribute_dataset(dataset)
+    (mine,) = [own(strategy, x).tolist() for x in dataset]
+    assert [x for part in everywhere(mine) for x in part] == words
+
+
+@core
+def test_own_inputs_leave_out_the_same_step(strategy, rank, size):
+    here = rank == size - 1
+
+    def make(context):
+        return Dataset.range(4, 8).map(divides if here else abs).batch(1)
+
+    iterator = iter(strategy.distribute_datasets_from_function(make))
+    next(iterator)
+    with pytest.raises(ZeroDivisionError if here else mpidist.ReplicaError):
+        next(iterator)
+    assert own(strategy, next(iterator)).tolist() == [6]
+    assert iterator.state()["position"] == 3
+
+
+@core
+def test_an_error_elsewhere_leaves_out_nothing(strategy, rank, size):
+    if size == 1:
+        pytest.skip("no rank waits")
+    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(8).batch(4)))
+    fails = lambda: strategy.reduce("SUM", object(), axis=None)  # noqa: E731
+    with pytest.raises(ValueError, match="cannot be reduced"):
+        fails() if rank == size - 1 else next(iterator)
+    assert gathered(strategy, iterator) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@core
+def test_a_generator_that_always_fails_ends_with_an_error(strategy, rank):
+    def generate():
+        yield from range(5)
+        raise OSError("no more")
+
+    dataset = Dataset.from_generator(generate).batch(2)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    gathered(strategy, iterator, 2)
+    raises_everywhere(OSError, lambda: next(iterator))
+    raises_everywhere(OSError, lambda: next(iterator))
+    texts = raises_everywhere(RuntimeError, lambda: next(iterator))
+    assert "make a new iterator" in texts[0]
 
 
 @core

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from replicas import everywhere, make, raises_everywhere
+from replicas import everywhere, make, raises_everywhere, wait_for_reports
 
 import mpidist
 
@@ -99,6 +99,21 @@ def test_parameters_that_differ_at_the_first_call(strategy, rank, jax, mj):
     value, _ = step(same, x[rank::2], y[rank::2])
     assert everywhere(bits(jax, value)) == [bits(jax, value)] * 2
     step(mine, x[rank::2], y[rank::2])  # only the first call is compared
+
+
+def test_functions_that_are_defined_in_each_step(strategy, rank, mj, caplog):
+    def step(x, jit):
+        def loss(p):
+            return p * x
+
+        return mj.value_and_grad(loss, jit=jit, strategy=strategy)(2.0)[0]
+
+    assert [step(x, False) for x in (1.0, 2.0, 3.0)] == [2.0, 4.0, 6.0]
+    assert "defined" not in caplog.text
+    assert [step(x, True) for x in (1.0, 2.0, 3.0, 4.0)] == [2.0, 4.0, 6.0, 8.0]
+    wait_for_reports()
+    if rank == 0:
+        assert caplog.text.count("was defined 3 times, and is compiled each time") == 1
 
 
 def test_one_function_for_several_strategies_compares_once_for_each(

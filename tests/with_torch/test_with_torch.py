@@ -335,6 +335,32 @@ def test_check_in_sync(strategy, rank, torch, mt):
         assert "'0.weight'" not in text
 
 
+def test_a_number_of_bfloat16_for_tensorboard(torch, tmp_path):
+    with mpidist.summary.create_file_writer(tmp_path).as_default(step=1):
+        assert mpidist.summary.scalar("x", torch.tensor(2.5, dtype=torch.bfloat16))
+
+
+def test_all_reduce_at_program_level(strategy, rank, torch, mt):
+    metrics = {
+        "loss": torch.tensor(1.0 + rank, requires_grad=True),
+        "right": [torch.tensor([rank, 5]), torch.tensor([rank > 0])],
+    }
+    given = metrics["right"][0]
+    assert mt.all_reduce(metrics["loss"], "MEAN", strategy=strategy).item() == 1.5
+    with strategy.scope():
+        assert mt.all_reduce(metrics["right"][:1], mpidist.ReduceOp.SUM)[0] is given
+    assert given.tolist() == [1, 10]
+    half = torch.full((2,), 0.5 + rank, dtype=torch.bfloat16)
+    strategy.run(lambda: mt.all_reduce(half, "MAX"))
+    assert half.tolist() == [1.5, 1.5]
+    texts = raises_everywhere(
+        TypeError, lambda: mt.all_reduce([given, 1.0], "SUM", strategy=strategy)
+    )
+    assert "write `torch.as_tensor(x)`" in texts[0]
+    text = remedies.missing_name("mpidist.torch", "", "all_gather").args[0]
+    assert "`strategy.gather(strategy.run(lambda: value), axis=0)` outside" in text
+
+
 def test_parameters_that_differ_before_the_first_step(strategy, rank, torch, mt):
     model = make_model(torch, seed=rank)
     wrapped = mt.DistributedOptimizer(
@@ -544,12 +570,13 @@ def test_learning_rates_that_differ_are_told(
     model = make_model(torch)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = mt.DistributedOptimizer(inner, strategy=strategy, overlap=overlap)
-    for number in range(5):
+    for number in range(9):  # compared after 1, 2, 4 and 8 steps
         inner.param_groups[0]["lr"] = 0.1 + (rank if number == 2 else 0)
         train(torch, model, wrapped, [mine(rank, *make_rows(torch))])
     wait_for_reports()
     if rank == 0:
-        assert caplog.text.count("before the first of 4 steps") == 1
+        assert caplog.text.count("before the first of") == 1
+        assert "before the first of 4 steps" in caplog.text
         assert "ReduceLROnPlateau" in caplog.text
 
 
