@@ -628,7 +628,7 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(monkeypatch, rank):
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("", 16 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
+    ("text", "nbytes"), [("", 256 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
 )
 def test_the_size_of_page_locked_memory(monkeypatch, text, nbytes):
     from mpidist._base.environment import (
