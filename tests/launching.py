@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import json
 import os
 import re
 import signal
@@ -83,6 +84,69 @@ def run_ranks(
     program = [os.fspath(x) for x in argv]
     command = [find_mpirun(), *options, "-n", str(n), sys.executable, *program]
     return run_command(command, timeout, env, cwd)
+
+
+# Each program in the folder that it is in, or the one named; and what a rank prints in
+# files.
+_IN_TURN = """
+import json, os, runpy, sys
+
+for number, (folder, argv) in enumerate(json.loads(sys.argv[2])):
+    os.chdir(folder)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        name = f"{sys.argv[1]}/{number}{stream.name}{os.getpid()}"
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream.fileno())
+    sys.path[0] = os.path.dirname(argv[0])
+    arguments, sys.argv = sys.argv, argv
+    runpy.run_path(argv[0], run_name="__main__")
+    sys.argv = arguments
+"""
+
+
+def run_in_turn(
+    n: int,
+    programs: Sequence[Sequence[str | os.PathLike[str]]],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run programs that end well, one after the other, in ``n`` processes.
+
+    Most of the time of a short job is the start of Python, MPI and libraries.
+
+    Args:
+        n: number of ranks.
+        programs: for each the script, and arguments.
+        timeout: seconds for all of them.
+        env: environment variables to set on top.
+        cwd: folder to run in; by default that of the script.
+
+    Returns:
+        For each program what the ranks wrote to stdout and stderr.
+
+    Raises:
+        AssertionError: one of them has failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [[os.fspath(x) for x in program] for program in programs]
+        given = json.dumps(
+            [[cwd or os.path.dirname(x[0]), x] for x in argv], default=os.fspath
+        )
+        done = run_ranks(n, ["-c", _IN_TURN, folder, given], timeout=timeout, env=env)
+        results = []
+        for number, program in enumerate(argv):
+            out, err = (
+                "".join(
+                    path.read_text(encoding="utf-8")
+                    for path in sorted(Path(folder).glob(f"{number}<{stream}>*"))
+                )
+                for stream in ("stdout", "stderr")
+            )
+            results.append(subprocess.CompletedProcess(program, 0, out, err))
+    assert done.returncode == 0, [*(x for x in results if x.stderr), done]
+    return results
 
 
 def run_command(

@@ -420,3 +420,13 @@ def assert_guards_and_merges(strategy: mpidist.Strategy, rank: int, size: int) -
     assert own(strategy, result[0]) == size * (size + 1) / 2
     assert result[1] == text
     np.testing.assert_array_equal(v, np.full(4, 20.0))
+
+
+def next_communicator() -> int:
+    """Return MPI's number of the next communicator: the same, if none is leaked."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    number: int = comm.py2f()
+    comm.Free()
+    return number

@@ -57,39 +57,88 @@ def last(size):
     return size - 1
 
 
-def test_another_shape(strategy, rank, last):
-    x = np.ones((4, 3) if rank == last else (3, 4), np.float32)
-    expect_mismatch(
-        strategy,
-        lambda: context().all_reduce("SUM", x),
-        "float32 (3, 4)",
-        "float32 (4, 3)",
-        f"rank {last}: all_reduce",
-    )
+def packs(limit):
+    options = mpidist.experimental.CommunicationOptions(bytes_per_pack=limit)
+    # Buckets that are cut elsewhere would be added to each other silently.
+    return lambda: context().all_reduce("SUM", [np.ones(4), np.ones(4)], options)
 
 
-def test_another_dtype(strategy, rank, last):
-    x = np.ones(3, np.float64 if rank == last else np.float32)
-    expect_mismatch(
-        strategy, lambda: context().all_reduce("SUM", x), "float32 (3,)", "float64 (3,)"
-    )
+def reduced(x, op="SUM"):
+    return lambda: context().all_reduce(op, x)
 
 
-def test_another_operation(strategy, rank, last):
-    op = "MAX" if rank == last else "SUM"
-    expect_mismatch(
-        strategy,
-        lambda: context().all_reduce(op, np.ones(3)),
-        "all_reduce MAX",
-        "all_reduce SUM",
-    )
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        (
+            *(reduced(np.ones((3, 4), "f4")), reduced(np.ones((4, 3), "f4"))),
+            ["float32 (3, 4)", "float32 (4, 3)"],
+        ),
+        (
+            *(reduced(np.ones(3, "f4")), reduced(np.ones(3))),
+            ["float32 (3,)", "float64 (3,)"],
+        ),
+        (reduced(1.0), reduced(1.0, "MAX"), ["all_reduce MAX", "all_reduce SUM"]),
+        (
+            *(reduced({"a": 1.0, "b": 2.0}), reduced({"a": 1.0, "c": 2.0})),
+            ["'b': float64", "'c': float64"],
+        ),
+        (packs(64), packs(32), ["bytes_per_pack=32", "bytes_per_pack=64"]),
+        (
+            lambda: context().all_gather(np.ones((2, 2)), axis=0),
+            lambda: context().all_gather(np.ones((2, 2)), axis=1),
+            ["axis=0", "axis=1"],
+        ),
+        (
+            reduced(1.0),
+            lambda: context().merge_call(lambda strategy, x: None, args=(1.0,)),
+            ["all_reduce SUM", "merge_call"],
+        ),
+    ],
+    ids=["shape", "dtype", "operation", "structure", "options", "axis", "verb"],
+)
+def test_another_call(strategy, rank, last, one, other, says):
+    step = other if rank == last else one
+    expect_mismatch(strategy, step, *says, f"rank {last}: ")
+    error = outcome(strategy, step)
+    assert str(error).startswith(f"[rank {rank}]")
+    assert str(error).count("test_guard.py:") == 2  # where each side is
 
 
-def test_another_structure(strategy, rank, last):
-    x = {"a": 1.0, "c": 2.0} if rank == last else {"a": 1.0, "b": 2.0}
-    expect_mismatch(
-        strategy, lambda: context().all_reduce("SUM", x), "'b': float64", "'c': float64"
-    )
+@pytest.mark.parametrize("who", ["first", "last"])
+@pytest.mark.parametrize("more", [False, True])
+def test_one_all_reduce_fewer_or_more(strategy, rank, last, who, more):
+    odd = 0 if who == "first" else last
+
+    def step():
+        context().all_reduce("SUM", 1.0)
+        if (rank == odd) == more:
+            context().all_reduce("SUM", np.ones(2))
+
+    at = "all_reduce" if more else "the end"
+    expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: {at}", "(2,)")
+
+
+class LocalError(Exception):
+    pass
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [LocalError(lambda: None), UnprintableError()])
+def test_an_exception_that_can_not_be_pickled_or_printed(strategy, rank, last, error):
+    def step():
+        if rank == last:
+            raise error
+        context().all_reduce("SUM", 1.0)
+
+    found = outcome(strategy, step)
+    assert type(found) is (type(error) if rank == last else mpidist.ReplicaError)
+    assert rank == last or type(error).__name__ in str(found)
+    assert_usable(strategy)
 
 
 def test_ordered_dicts_in_another_order_are_the_same(strategy, rank, size):
@@ -103,76 +152,6 @@ def test_ordered_dicts_in_another_order_are_the_same(strategy, rank, size):
 
     result = strategy.experimental_local_results(strategy.run(step))[0]
     assert dict(result) == {"a": 1.0 * size, "b": 10.0 * size}
-
-
-def test_another_verb(strategy, rank, last):
-    def step():
-        if rank == last:
-            context().merge_call(lambda strategy, x: None, args=(1.0,))
-        else:
-            context().all_reduce("SUM", 1.0)
-
-    expect_mismatch(strategy, step, "all_reduce SUM", "merge_call")
-
-
-def test_other_options(strategy, rank, last):
-    """Buckets that are cut elsewhere would be added to each other silently."""
-    leaves = [np.ones(4), np.ones(4)]
-    limit = 32 if rank == last else 64
-    options = mpidist.experimental.CommunicationOptions(bytes_per_pack=limit)
-    expect_mismatch(
-        strategy,
-        lambda: context().all_reduce("SUM", leaves, options),
-        "bytes_per_pack=32",
-        "bytes_per_pack=64",
-    )
-
-
-def test_all_gather_of_another_axis(strategy, rank, last):
-    axis = 1 if rank == last else 0
-    expect_mismatch(
-        strategy,
-        lambda: context().all_gather(np.ones((2, 2)), axis=axis),
-        "axis=0",
-        "axis=1",
-    )
-
-
-@pytest.mark.parametrize("who", ["first", "last"])
-def test_one_all_reduce_fewer(strategy, rank, last, who):
-    odd = 0 if who == "first" else last
-
-    def step():
-        context().all_reduce("SUM", 1.0)
-        if rank != odd:
-            context().all_reduce("SUM", np.ones(2))
-
-    expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: the end", "(2,)")
-
-
-@pytest.mark.parametrize("who", ["first", "last"])
-def test_one_all_reduce_more(strategy, rank, last, who):
-    odd = 0 if who == "first" else last
-
-    def step():
-        context().all_reduce("SUM", 1.0)
-        if rank == odd:
-            context().all_reduce("SUM", np.ones(2))
-
-    expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: all_reduce")
-
-
-@pytest.mark.parametrize("who", ["first", "last"])
-@pytest.mark.parametrize("more", [False, True])
-def test_one_merge_call_fewer_or_more(strategy, rank, last, who, more):
-    odd = 0 if who == "first" else last
-
-    def step():
-        context().merge_call(lambda strategy: None)
-        if (rank == odd) == more:
-            context().merge_call(lambda strategy: None)
-
-    expect_mismatch(strategy, step, "the end of run(", "merge_call")
 
 
 def test_another_variable(strategy, rank, last):
@@ -211,17 +190,6 @@ def test_run_on_some_ranks_and_reduce_on_others(strategy, rank, last):
         assert "Strategy.reduce SUM" in message
         assert "the end of run(" in message
     assert_usable(strategy)
-
-
-def test_the_message_shows_where_each_side_is(strategy, rank, last):
-    def step():
-        if rank == last:
-            return context().all_reduce("MAX", 1.0)
-        return context().all_reduce("SUM", 1.0)
-
-    error = outcome(strategy, step)
-    assert str(error).count("test_guard.py:") == 2
-    assert str(error).startswith(f"[rank {rank}]")
 
 
 def test_long_nests_are_shortened_around_the_difference(strategy, rank, last):
@@ -270,16 +238,6 @@ def test_a_replica_function_that_raises(strategy, rank, last, when, who):
     assert_usable(strategy)
 
 
-def test_all_replicas_raise(strategy, rank):
-    def step():
-        raise ValueError(f"rank {rank} says so")
-
-    error = outcome(strategy, step)
-    assert type(error) is ValueError
-    assert str(error) == f"rank {rank} says so"
-    assert_usable(strategy)
-
-
 def test_a_replica_that_swallows_the_error_of_another(strategy, rank, last):
     """The others go on and call again: they are told again, until all are out."""
     seen = []
@@ -305,32 +263,6 @@ def test_a_replica_that_swallows_the_error_of_another(strategy, rank, last):
     assert_usable(strategy)
 
 
-def test_a_mismatch_that_is_swallowed(strategy, rank, last):
-    def step():
-        try:
-            context().all_reduce("SUM", np.ones(3 if rank == last else 2))
-        except mpidist.CollectiveMismatchError:
-            return context().all_reduce("SUM", 1.0)
-
-    (result,) = strategy.experimental_local_results(strategy.run(step))
-    assert result == strategy.num_replicas_in_sync
-
-
-def test_an_exception_that_can_not_be_pickled(strategy, rank, last):
-    class LocalError(Exception):
-        pass
-
-    def step():
-        if rank == last:
-            raise LocalError(lambda: None)
-        context().all_reduce("SUM", 1.0)
-
-    error = outcome(strategy, step)
-    assert type(error) is (LocalError if rank == last else mpidist.ReplicaError)
-    assert rank == last or "LocalError" in str(error)
-    assert_usable(strategy)
-
-
 # --- on the coordinator -----------------------------------------------------------
 
 
@@ -345,34 +277,6 @@ def test_merge_fn_that_raises(strategy, rank):
         assert "merge_fn raised this on rank 0" in error.__notes__[0]
         text = "".join(traceback.format_exception(error))
         assert "in merge_fn" in text  # rank 0's traceback, as the cause
-    assert_usable(strategy)
-
-
-@pytest.mark.parametrize("who", ["first", "last"])
-def test_the_function_of_update_raises_on_one_rank(strategy, rank, last, who):
-    odd = 0 if who == "first" else last
-    with strategy.scope():
-        v = mpidist.Variable(np.zeros(4), name="v")
-
-    def fn(v, odd):
-        me = mpidist.get_strategy().replica_id
-        v.assign_add(np.ones(4))
-        if me == odd:
-            raise FloatingPointError("in update")
-
-    def merge_fn(strategy, x):
-        strategy.extended.update(v, fn, args=(odd,))
-
-    error = outcome(strategy, lambda: context().merge_call(merge_fn, args=(1.0,)))
-    for r, text in enumerate(on_all(strategy, error)):
-        name, message = eval(text)
-        if r == odd or odd == 0:  # on rank 0 it is merge_fn that raises, for all
-            assert (name, message) == ("FloatingPointError", "in update")
-        else:
-            assert name == "ReplicaError"
-            assert "FloatingPointError: in update" in message
-    copies = strategy.gather(strategy.run(lambda: v.numpy()[None]), axis=0)
-    assert (copies == copies[0]).all()
     assert_usable(strategy)
 
 
@@ -578,25 +482,6 @@ def test_update_of_another_variable_of_the_same_name(strategy, rank, last):
     assert_usable(strategy)
 
 
-@pytest.mark.parametrize("who", ["first", "last"])
-def test_sys_exit_in_the_function_of_update(strategy, rank, last, who):
-    odd = 0 if who == "first" else last
-    with strategy.scope():
-        v = mpidist.Variable(0.0)
-
-    def fn(v):
-        if mpidist.get_strategy().replica_id == odd:
-            raise SystemExit(3)
-
-    def merge_fn(strategy):
-        strategy.extended.update(v, fn)
-
-    with pytest.raises(SystemExit) as caught:
-        strategy.run(lambda: context().merge_call(merge_fn))
-    assert caught.value.code == 3
-    assert_usable(strategy)
-
-
 @pytest.mark.parametrize("what", ["late", "raises", "skips"])
 def test_deadlines_that_differ_between_ranks(new_strategy, rank, last, what):
     """A rank that comes late by the others' deadline, not by its own, is told."""
@@ -686,22 +571,6 @@ def test_values_of_another_strategy(strategy, new_strategy, rank):
     ):
         with pytest.raises(RuntimeError, match="Mixing different Strategy objects"):
             call()
-    assert_usable(strategy)
-
-
-def test_an_exception_that_can_not_be_printed(strategy, rank, last):
-    class UnprintableError(Exception):
-        def __str__(self):
-            raise ValueError("no text")
-
-    def step():
-        if rank == last:
-            raise UnprintableError
-        context().all_reduce("SUM", 1.0)
-
-    kind = UnprintableError if rank == last else mpidist.ReplicaError
-    with pytest.raises(kind):
-        strategy.run(step)
     assert_usable(strategy)
 
 

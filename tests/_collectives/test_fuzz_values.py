@@ -490,7 +490,9 @@ def test_all_ways_give_the_same_with_a_gpu(new_strategy, monkeypatch, where, ord
     with_gpu = where == "gpu" or rank % 2 == 1
     if with_gpu:
         posing.install(monkeypatch, order=order, seed=rank)
-    _run(new_strategy, where, device="gpu" if with_gpu else "cpu")
+    # Half of the seeds with each order: it takes four times as long as host arrays.
+    part = slice(2) if order == "late" else slice(2, None)
+    _run(new_strategy, where, part, device="gpu" if with_gpu else "cpu")
 
 
 @pytest.mark.mpi(min_size=3)
@@ -509,11 +511,11 @@ def test_all_ways_give_the_same_between_nodes(new_strategy, monkeypatch, where, 
         )
 
 
-def _run(new_strategy, where="host", **how):
+def _run(new_strategy, where="host", part=slice(None), **how):
     seeds = fuzz_seeds(DEFAULT_SEEDS)
     if "MPIDIST_FUZZ" not in os.environ:
         first = DEFAULT_SEEDS * len(everywhere(None))
-        seeds = range(first, first + DEFAULT_SEEDS)
+        seeds = range(first, first + DEFAULT_SEEDS)[part]
     for seed in seeds:
         if seed % 50 == 0 or seed == seeds.start:
             guarded = new_strategy(timeout_seconds=20, **how)

@@ -894,33 +894,6 @@ def test_an_exception_that_can_not_be_pickled(strategy, rank):
         assert "Traceback" in str(caught)
 
 
-def test_an_error_in_a_verb_is_raised_in_merge_fn_and_on_all(strategy):
-    def merge_fn(distribution, x):
-        distribution.reduce("MAXIMUM", x, axis=None)
-
-    rows = outcomes(lambda: merge(strategy, merge_fn, 1.0))
-    assert {name for name, _, _ in rows} == {"ValueError"}
-    for _, message, _ in rows:
-        assert "'MAXIMUM' is not a valid ReduceOp" in message
-    assert_usable(strategy)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_an_error_that_only_the_followers_have(strategy, rank, size):
-    """Shapes that differ: the same error in merge_fn and on every rank."""
-
-    def merge_fn(distribution, x):
-        return distribution.reduce("SUM", x, axis=None)
-
-    x = np.ones(2 if rank == size - 1 else 3)
-    rows = outcomes(lambda: merge(strategy, merge_fn, x))
-    assert {name for name, _, _ in rows} == {"CollectiveMismatchError"}
-    for _, message, _ in rows:
-        assert "float64 (3,)" in message
-        assert "float64 (2,)" in message
-    assert_usable(strategy)
-
-
 def test_merge_fn_catches_what_fails_and_goes_on(strategy, rank, size):
     v = make(strategy, 1.0)
 

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from replicas import context, everywhere, own
+from replicas import context, everywhere, next_communicator, own
 
 import mpidist
 from mpidist import _native
@@ -106,12 +106,15 @@ def options(implementation=SHARED):
 @core
 def test_a_closed_strategy_gives_all_back(strategy, size):
     release_unused(strategy)
-    count, mapped = collective_release.count(), segments()
-    one = mpidist.MPIStrategy(communication_options=options())
-    assert collective_release.count() == count + 1
-    assert segments() == mapped + maps_memory(one)
-    one.close()
-    assert (collective_release.count(), segments()) == (count, mapped)
+    count, mapped, handles = collective_release.count(), segments(), []
+    for _ in range(6):
+        one = mpidist.MPIStrategy(communication_options=options())
+        assert collective_release.count() == count + 1
+        assert segments() == mapped + maps_memory(one)
+        one.close()
+        assert (collective_release.count(), segments()) == (count, mapped)
+        handles.append(next_communicator())
+    assert len({*handles[2:]}) == 1, handles
 
 
 @mpi

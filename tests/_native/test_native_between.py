@@ -1,4 +1,8 @@
-"""Headers by collectives of MPI, started by the core; a test plays MPI."""
+"""Headers by collectives of MPI, started by the core; a test plays MPI.
+
+Here are its errors, what is abandoned, and what does not fit. Payloads and data that
+move are with a real MPI: tests/_mpi/test_buffers, tests/_collectives.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +44,8 @@ _keys = itertools.count(10**9)
 
 # Handles of MPI, as the test has them.
 BYTE = 7
-DTYPES = {21: np.dtype("f4"), 22: np.dtype("f8"), 23: np.dtype("i4")}
-OPS = {31: np.add, 32: np.maximum}
+ITEMSIZES = {21: 4, 22: 8}
 COMM_OF_RANK_0 = 100
-_WAYS = [(2, False), (2, True), (3, True)]  # ranks, and whether headers are merged
 
 
 class MPIError(Exception):
@@ -88,7 +90,6 @@ class World:
         self.code = 0  # what MPI's functions return
         self.code_of_data = 0  # those that move data
         self.held: set[int] = set()  # ranks whose requests do not complete
-        self.calls: list[tuple[Any, ...]] = []  # of the data, by rank 0
         self.tests = 0
         self._lock = threading.Lock()
         self._collectives: list[Collective] = []
@@ -164,32 +165,22 @@ class World:
         self, send: int, receive: int, count: int, dtype: int, op: int, comm: int,
         request: int,
     ) -> int:  # fmt: skip
-        if self.code_of_data:
-            return self.code_of_data
-        kind, rank = DTYPES[dtype], comm - COMM_OF_RANK_0
-        if rank == 0:
-            self.calls.append(("Iallreduce", count, kind.str[1:], OPS[op].__name__))
-
-        def combine(rows: list[bytes]) -> bytes:
-            return functools.reduce(
-                OPS[op], [np.frombuffer(row, kind) for row in rows]
-            ).tobytes()
-
-        self._post_data(rank, send, receive, count * kind.itemsize, combine, request)
-        return 0
+        nbytes = count * ITEMSIZES[dtype]
+        return self._move(comm, send, receive, nbytes, request)
 
     def _iallgather(
         self, send: int, count: int, byte: int, receive: int, _: int, byte_too: int,
         comm: int, request: int,
     ) -> int:  # fmt: skip
-        if self.code_of_data:
-            return self.code_of_data
-        assert byte == byte_too == BYTE
-        rank = comm - COMM_OF_RANK_0
-        if rank == 0:
-            self.calls.append(("Iallgather", count))
-        self._post_data(rank, send, receive, count, b"".join, request)
-        return 0
+        return self._move(comm, send, receive, count, request)
+
+    def _move(
+        self, comm: int, send: int, receive: int, nbytes: int, request: int
+    ) -> int:
+        if not self.code_of_data:
+            rank = comm - COMM_OF_RANK_0
+            self._post_data(rank, send, receive, nbytes, b"".join, request)
+        return self.code_of_data
 
     def _post_data(
         self, rank: int, send: int, receive: int, nbytes: int, combine: Any, where: int
@@ -295,176 +286,6 @@ def test_a_header_that_is_not_complete(merges: bool) -> None:
     assert first.test() == second.test() == core.OK
 
 
-def in_threads(world: World, body: Callable[[int], Any]) -> list[Any]:
-    """Return what ``body`` returns for each rank, each in a thread."""
-    found: list[Any] = [None] * world.size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = body(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=run, args=(r,), daemon=True) for r in range(world.size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        if errors:
-            raise errors[0]
-    assert not any(thread.is_alive() for thread in threads)
-    return found
-
-
-LEAVES = [
-    ("f4", "SUM", (3,), 0),
-    ("bf2", "MAX", (1,), 0),
-    ("f4", "SUM", (2, 2), 3),
-    ("i8", "PROD", (), 0),
-]
-
-
-@both_ways
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_nest_travels_with_its_header(size: int, merges: bool) -> None:
-    world = World(size, merges)
-
-    def body(rank: int) -> tuple[bytes, ...]:
-        arrays = [
-            np.arange(3, dtype=np.float32) + np.float32(0.1) * rank,
-            np.array([rank + 1], np.uint16),
-            np.full((2, 2), 2048 + 2 * rank, np.float32),
-            np.array(rank + 2),
-        ]
-        reduce = core.BetweenReduce(world.ranks[rank], LEAVES, 5, 0)
-        for _ in range(20):
-            results = [np.empty_like(x) for x in arrays]
-            assert reduce.eager(arrays, results) == core.OK
-        assert reduce.eager(arrays[:1], results) is None
-        assert reduce.eager([*arrays[:3], np.ones(1)], results) is None
-        return tuple(x.tobytes() for x in results)
-
-    found = in_threads(world, body)
-    assert {*found} == {found[0]}
-    first = np.zeros(3, np.float32)
-    for rank in range(size):
-        first = first + (np.arange(3, dtype=np.float32) + np.float32(0.1) * rank)
-    np.testing.assert_array_equal(np.frombuffer(found[0][0], np.float32), first)
-    assert np.frombuffer(found[0][1], np.uint16).tolist() == [size]
-    total = np.float32(sum(2048 + 2 * rank for rank in range(size)))
-    assert {*np.frombuffer(found[0][2], np.float32)} == {total / np.float32(3)}
-    assert np.frombuffer(found[0][3], int) == [np.prod(np.arange(size) + 2)]
-    for rank in world.ranks:
-        assert (rank.reductions, rank.reduced) == (20, 20 * (12 + 2 + 16 + 8))
-        assert (rank.gathers, rank.gathered, rank.iallreduces) == (0, 0, 0)
-        assert rank.seconds > 0
-    assert world.calls == []
-
-
-@both_ways
-def test_a_nest_of_calls_that_differ_is_not_added(merges: bool) -> None:
-    world = World(2, merges)
-
-    def body(rank: int) -> Any:
-        out = np.full(2, 5.0)
-        reduce = core.BetweenReduce(world.ranks[rank], [("f8", "SUM", (2,), 0)])
-        assert reduce.eager(np.ones(2), out, 7 + rank, 0) == core.DIFFERENT
-        assert out.tolist() == [5, 5]
-        assert reduce.eager(np.ones(2), out, 7, 0) == core.OK
-        return out.tolist(), world.ranks[rank].reductions
-
-    assert in_threads(world, body) == [([2, 2], 1)] * 2
-
-
-@both_ways
-def test_a_small_array_is_reduced_without_python(merges: bool) -> None:
-    world = World(2, merges)
-    ended: list[object] = []
-
-    class Plan:
-        def concluded(self, status: int, x: Any, result: Any) -> Any:
-            ended.append(status)
-            return result
-
-        def interrupted(self, error: BaseException) -> None:
-            ended.append(error)
-            raise KeyError("from the plan") from error
-
-    def body(rank: int) -> Any:
-        state = core.CallState()
-        x = np.full(2, rank + 1.0)
-        entry = core.ArrayCall(state, lambda *_: "other", 1)
-        leaf = ("f8", "SUM", (2,), 0)
-        reduce = core.BetweenReduce(world.ranks[rank], [leaf], 99, 0)
-        entry.keep("SUM", x, reduce, "this", Plan())
-        found = [entry("SUM", x).tolist() for _ in range(3)]
-        other = core.BetweenReduce(world.ranks[rank], [leaf], rank, 0)
-        entry.keep("SUM", x, other, "this", Plan())
-        entry("SUM", x)
-        return found, state.sequence
-
-    assert in_threads(world, body) == [([[3, 3]] * 3, 3)] * 2
-    assert ended == [core.DIFFERENT] * 2
-
-
-@pytest.mark.parametrize(("size", "merges"), [*_WAYS, (1, False)])
-def test_arrays_are_gathered_with_their_header(size: int, merges: bool) -> None:
-    world = World(size, merges)
-    share = ROOM // size // 8 * 8 if merges else ROOM
-    assert world.ranks[0].share == share
-
-    def body(rank: int) -> Any:
-        gather = core.Gather(world.ranks[rank], [(1, 8)])
-        x = np.arange(rank + 1) + 10 * rank
-        assert gathered(gather, x, None) == core.OK
-        assert gather.lengths() == [(k + 1,) for k in range(size)]
-        out = np.empty(size * (size + 1) // 2, int)
-        gather.get([out])
-        large = np.ones(share // 8 if rank == 0 else 1)
-        assert gather.fits((share // 8 - 1,))
-        assert not gather.fits((share // 8,))
-        assert gathered(gather, large, None) == core.OK
-        assert gather.totals() is None
-        counts = world.ranks[rank].gathers, world.ranks[rank].gathered
-        return out.tolist(), counts
-
-    every = [10 * k + i for k in range(size) for i in range(k + 1)]
-    want = [(every, (1, 8 * (rank + 1))) for rank in range(size)]
-    assert in_threads(world, body) == want
-
-
-@pytest.mark.parametrize(("size", "merges"), _WAYS)
-def test_a_block_is_gathered_behind_its_header(size: int, merges: bool) -> None:
-    world = World(size, merges)
-
-    def body(rank: int) -> Any:
-        gather = core.Gather(world.ranks[rank], [(1, 8)])
-        one = np.full(ROOM, float(rank))
-        out = np.zeros((size, ROOM))
-        with pytest.raises(TypeError, match="the result has 8 bytes"):
-            gathered(gather, one, np.zeros(1))
-        assert gathered(gather, one, out) == core.OK
-        assert gather.filled
-        assert (
-            gathered(gather, one[: ROOM - rank], out[:, : ROOM - rank].copy())
-            == core.OK
-        )
-        assert not gather.filled  # of several lengths
-        assert gathered(gather, one[:1], None) == core.OK
-        assert not gather.filled  # it has come with the header
-        return out.tolist(), world.ranks[rank].iallgathers
-
-    want = [[float(rank)] * ROOM for rank in range(size)]
-    assert in_threads(world, body) == [(want, 1)] * size
-
-
-def gathered(gather: Any, x: Any, result: Any) -> Any:
-    return gather.meet([x], (x.size,), 3, 0, core.NOWHERE, result)
-
-
 def test_a_request_of_python_is_waited_for_a_while() -> None:
     world = World(2)
     one = world.ranks[0]
@@ -513,6 +334,10 @@ def test_what_does_not_fit_is_refused() -> None:
         core.Gather(between, [(1, 1)] * (ROOM // 8 + 1))
     with pytest.raises(ValueError, match="no room"):
         core.Gather(World(2, merges=True).ranks[0], [(1, 1)] * (ROOM // 16 + 1))
+    with pytest.raises(TypeError, match="the result has 8 bytes"):
+        core.Gather(between, [(1, 8)]).meet(
+            [np.ones(ROOM)], (ROOM,), 3, 0, core.NOWHERE, np.zeros(1)
+        )
     with pytest.raises(RuntimeError, match="no arena"):
         core.Gather(between, [(1, 1)]).spread([np.ones(1, np.uint8)])
     empty = core.Between.__new__(core.Between)
@@ -674,130 +499,6 @@ def test_a_signal_ends_a_wait_without_python(merges: bool) -> None:
 # --- data behind a header -------------------------------------------------------------
 
 
-def moved(world: World, leaves: list[Any], way: Any, handles: Any, arrays: Any) -> Any:
-    """Reduce ``arrays(rank)`` twice on each rank; return the results of rank 0."""
-
-    def body(rank: int) -> list[bytes]:
-        reduce = core.BetweenReduce(world.ranks[rank], leaves, 3, 0, way, handles)
-        mine = arrays(rank)
-        kept = [x.tobytes() for x in mine]
-        for _ in range(2):
-            out = [np.empty_like(x) for x in mine]
-            assert reduce.eager(mine, out) == core.OK
-        assert kept == [x.tobytes() for x in mine]
-        assert not world.ranks[rank].moves
-        return [x.tobytes() for x in out]
-
-    found = in_threads(world, body)
-    assert all(row == found[0] for row in found)
-    for rank in world.ranks:
-        assert (rank.reductions, rank.headers) == (2, 2)
-        done = rank.iallreduces + rank.iallgathers
-        assert done == len(world.calls)
-    like = arrays(0)
-    return [np.frombuffer(d, x.dtype) for d, x in zip(found[0], like, strict=True)]
-
-
-@both_ways
-@pytest.mark.parametrize("divisor", [0, 3])
-def test_an_array_is_moved_in_pieces(merges: bool, divisor: int) -> None:
-    world = World(3, merges)
-    rng = np.random.default_rng(1)
-    data = rng.normal(size=(3, 1001)).astype("f4")
-    leaf = ("f4", "SUM", (1001,), divisor)
-    way = (False, 4, 1000)
-    (found,) = moved(world, [leaf], way, [(21, 31)], lambda rank: [data[rank].copy()])
-    want = (data[0] + data[1]) + data[2]
-    if divisor:
-        want = want / np.float32(divisor)
-    np.testing.assert_array_equal(found, want)
-    # Four pieces of whole cache lines.
-    sizes = [256, 256, 256, 233]
-    assert world.calls == 2 * [("Iallreduce", n, "f4", "add") for n in sizes]
-
-
-@both_ways
-def test_a_nest_is_packed_by_its_kinds(merges: bool) -> None:
-    world = World(2, merges)
-    leaves = [
-        ("f4", "SUM", (30,), 2),
-        ("f4", "SUM", (5,), 0),
-        ("f8", "SUM", (20,), 2),
-        ("i4", "MAX", (3,), 0),
-    ]
-    handles = [(21, 31), (21, 31), (22, 31), (23, 32)]
-    rows = [
-        [
-            np.arange(30, dtype="f4") + rank,
-            np.full(5, rank + 0.5, "f4"),
-            np.arange(20.0) * (rank + 1),
-            np.array([rank, -rank, 7], "i4"),
-        ]
-        for rank in range(2)
-    ]
-    found = moved(world, leaves, (False, 1, 2**20), handles, lambda rank: rows[rank])
-    want = [
-        np.arange(30, dtype="f4") + np.float32(0.5),
-        np.full(5, 2, "f4"),
-        np.arange(20.0) * 1.5,
-        np.array([1, 0, 7], "i4"),
-    ]
-    for x, y in zip(found, want, strict=True):
-        np.testing.assert_array_equal(x, y)
-    # The two of one kind go together, with the bytes between them.
-    assert world.calls == 2 * [
-        ("Iallreduce", 32 + 5, "f4", "add"),
-        ("Iallreduce", 20, "f8", "add"),
-        ("Iallreduce", 3, "i4", "maximum"),
-    ]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("count", [1, 2])
-def test_data_are_gathered(size: int, count: int) -> None:
-    """Each rank adds, by the kernels: halves are rounded once, and -0 < 0."""
-    world = World(size)
-    leaves = [("f2", "SUM", (100,), 2), ("f4", "MIN", (7,), 0)][:count]
-    rows = [
-        [
-            np.full(100, 1.0 if rank == 0 else 2.0**-11, "f2"),
-            np.array([0.0 if rank else -0.0, np.nan if rank else 1, *range(5)], "f4"),
-        ][:count]
-        for rank in range(size)
-    ]
-    found = moved(
-        world, leaves, (True, 4, 2**20), [(21, 31)] * count, lambda rank: rows[rank]
-    )
-    np.testing.assert_array_equal(
-        found[0], np.full(100, (1 + (size - 1) * 2.0**-11) / 2, "f4").astype("f2")
-    )
-    # One leaf is the caller's array; others are packed, at multiples of 16.
-    nbytes = 200 if count == 1 else 208 + 32
-    assert world.calls == 2 * [("Iallgather", nbytes)]
-    if count == 2:
-        assert np.signbit(found[1][0])
-        assert np.isnan(found[1][1])
-        np.testing.assert_array_equal(found[1][2:], range(5))
-
-
-def test_data_follow_only_headers_that_agree() -> None:
-    world = World(2)
-
-    def body(rank: int) -> Any:
-        # One fits its header, and the other does not.
-        count = ROOM // 8 + rank
-        reduce = core.BetweenReduce(
-            world.ranks[rank], [("f8", "SUM", (count,), 0)], rank, 0,
-            (False, 4, 1000), [(22, 31)],
-        )  # fmt: skip
-        out = np.zeros(count)
-        return reduce.eager(np.ones(count), out), out.any()
-
-    assert in_threads(world, body) == [(core.DIFFERENT, False)] * 2
-    assert world.calls == []
-    assert [rank.iallreduces for rank in world.ranks] == [0, 0]
-
-
 def test_too_many_kinds_of_leaves_raise() -> None:
     world = World(1)
     leaves = [("f4" if k % 2 else "f8", "SUM", (16,), 0) for k in range(70)]
@@ -848,31 +549,6 @@ def test_a_signal_while_data_move_keeps_their_memory() -> None:
 
 # --- the merge op ---------------------------------------------------------------------
 
-SAMPLES: dict[str, tuple[str, Any]] = {
-    "b1": ("?", [True, False]),
-    "i1": ("i1", [100, -7]),
-    "i2": ("i2", [30_000, -7]),
-    "i4": ("i4", [2**31 - 5, -7]),
-    "i8": ("i8", [2**62, -7]),
-    "u1": ("u1", [200, 7]),
-    "u2": ("u2", [65_000, 7]),
-    "u4": ("u4", [2**32 - 5, 7]),
-    "u8": ("u8", [2**63, 7]),
-    "f2": ("f2", [1.5, -0.25]),
-    "f4": ("f4", [0.1, -1e30]),
-    "f8": ("f8", [0.1, -1e300]),
-    "f16": ("g", [0.1, -1e300]),
-    "c8": ("c8", [0.1 + 2j, -1e30]),
-    "c16": ("c16", [0.1 + 2j, -1e300]),
-    "c32": ("G", [0.1 + 2j, -1e300]),
-}
-COMBINE = {
-    "SUM": np.add,
-    "PROD": np.multiply,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-}
-
 
 def merge(lower: Any, upper: Any, count: int = 1) -> Any:
     """Return what the op makes of two elements, of which the first is on the left."""
@@ -897,28 +573,6 @@ def elements_of(world: World, *arrays: Any) -> list[Any]:
 
 def kind_of(x: Any) -> str:
     return f"{x.dtype.kind}{x.dtype.itemsize}"
-
-
-@pytest.mark.parametrize("op", COMBINE)
-@pytest.mark.parametrize("dtype", SAMPLES)
-def test_merged_payloads_of_all_dtypes(dtype: str, op: str) -> None:
-    if not core.has_kernel(dtype, op):
-        pytest.skip("there is no kernel")
-    world = World(3, merges=True)
-    code, numbers = SAMPLES[dtype]
-    rows = [np.roll(np.array(numbers, code), rank) for rank in range(3)]
-
-    def body(rank: int) -> Any:
-        reduce = core.BetweenReduce(world.ranks[rank], [(dtype, op, (2,), 0)], 7, 0)
-        out = np.empty_like(rows[rank])
-        assert reduce.eager(rows[rank], out) == core.OK
-        return out
-
-    found = in_threads(world, body)
-    with np.errstate(all="ignore"):
-        want = functools.reduce(COMBINE[op], rows)
-    for x in found:
-        np.testing.assert_array_equal(x, want)
 
 
 FLAG, FINGERPRINT, VALUE = slice(0, 4), slice(8, 16), slice(16, 24)

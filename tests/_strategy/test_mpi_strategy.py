@@ -95,15 +95,6 @@ def test_closed_strategies(strategy, size):
     np.testing.assert_array_equal(v, [1.0, 2.0])
 
 
-@pytest.mark.one_size
-def test_many_strategies_can_be_made_and_closed(strategy, size):
-    """MPICH has some 2,000 communicators; closing gives them back."""
-    for _ in range(300):
-        one = mpidist.MPIStrategy()
-        one.close()
-    assert total(strategy, 1.0) == size
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

@@ -43,12 +43,6 @@ def test_arrays_and_numbers_are_per_replica_also_on_one(strategy, result):
     assert value.values == (result,) or value.values[0] is result
 
 
-def test_the_result_holds_the_very_array(strategy):
-    x = np.ones(3)
-    value = strategy.run(lambda: x)
-    assert own(strategy, value) is x
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_result_that_some_replicas_do_not_have(strategy, rank):
     """An array here and None there: no hang, and reducing it is an error on all."""
@@ -105,12 +99,6 @@ def test_kwargs_must_be_a_dict(strategy):
     for kwargs in ([("a", 1)], {1: 2}, "ab"):
         with pytest.raises(TypeError, match="kwargs"):
             strategy.run(lambda **kwargs: None, kwargs=kwargs)
-
-
-@pytest.mark.one_size
-def test_fn_must_be_a_function(strategy):
-    with pytest.raises(TypeError, match="expected `fn` to be a function"):
-        strategy.run(3)
 
 
 # --- PerReplica -----------------------------------------------------------------------

@@ -29,11 +29,6 @@ FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
 # --- creation -------------------------------------------------------------------------
 
 
-def test_initial_values_that_differ_are_those_of_rank_0(strategy, rank):
-    v = make(strategy, np.random.default_rng(rank).normal(size=5))
-    assert_mirrored(strategy, v, np.random.default_rng(0).normal(size=5))
-
-
 @pytest.mark.mpi(min_size=2)
 def test_initial_values_may_differ_in_shape_and_dtype(strategy, rank):
     """Only rank 0's counts, so the others need not even have one."""
@@ -521,17 +516,6 @@ def test_contains(v):
     """As for an array: whether any element is equal."""
     assert 5.0 in v
     assert 4.0 not in v
-
-
-def test_hash_and_dict_key(strategy, v):
-    w = make(strategy, 1.0)
-    assert hash(v) == hash(v)
-    slots = {v: "v", w: "w"}
-    assert slots[v] == "v"
-    assert slots[w] == "w"
-    v.assign(v * 2)
-    assert slots[v] == "v"
-    assert len({v, w, v}) == 2
 
 
 def test_repr_and_str(strategy, v, x):

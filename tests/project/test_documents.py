@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import re
 import textwrap
 from pathlib import Path
@@ -182,6 +183,7 @@ def test_files_that_comments_name_exist():
 # --- docstrings -------------------------------------------------------------------
 
 
+@functools.cache
 def docstrings() -> list[tuple[str, str]]:
     """Return where each docstring of the package is, and its text."""
     found = []

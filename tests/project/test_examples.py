@@ -4,20 +4,12 @@ import json
 import re
 
 import pytest
-from launching import ROOT, ULFM, outlives_ranks, run_ranks
+from launching import ROOT, ULFM, outlives_ranks, run_in_turn, run_ranks
 from replicas import rarely, slow
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2
 TIMEOUT = 100.0  # seconds; each takes a few on an idle machine
-
-
-def run_example(name, *arguments, cwd, ranks=RANKS, options=()):
-    script = EXAMPLES / name
-    program = [script, *arguments]
-    result = run_ranks(ranks, program, timeout=TIMEOUT, cwd=cwd, options=options)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
 
 
 def the_match(pattern, text):
@@ -27,25 +19,7 @@ def the_match(pattern, text):
     return matches[0]
 
 
-def test_every_example_is_tested():
-    names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {
-        "clip_by_global_norm.py",
-        "custom_training_loop.py",
-        "grain_input.py",
-        "hello.py",
-        "kmeans.py",
-        "monte_carlo_pi.py",
-        "train_digits.py",
-        "train_elastic.py",
-        "train_jax.py",
-        "train_torch.py",
-        "train_torch_elastic.py",
-    }
-
-
-def test_hello(tmp_path):
-    output = run_example("hello.py", cwd=tmp_path).stdout
+def hello(output, folder):
     the_match(r"the sum of 1 to 2 is 3\b", output)
     for replica_id in range(RANKS):
         the_match(
@@ -53,13 +27,11 @@ def test_hello(tmp_path):
         )
 
 
-def test_custom_training_loop(tmp_path):
-    pytest.importorskip("sklearn")
-    result = run_example("custom_training_loop.py", "--epochs", "3", cwd=tmp_path)
+def custom_training_loop(output, folder):
     epochs = re.findall(
         r"^Epoch (\d), Loss: (\S+), Accuracy: (\S+)%, Test Loss: (\S+), "
         r"Test Accuracy: (\S+)%$",
-        result.stdout,
+        output,
         re.M,
     )
     losses = [float(row[1]) for row in epochs]
@@ -67,13 +39,12 @@ def test_custom_training_loop(tmp_path):
     assert losses == sorted(losses, reverse=True)
     assert float(epochs[-1][4]) > 80
     # The checkpoint is that of the third epoch.
-    restored = the_match(r"without strategy: (\S+)%", result.stdout)
+    restored = the_match(r"without strategy: (\S+)%", output)
     assert restored[1] == epochs[-1][4]
-    assert [path.name for path in tmp_path.iterdir()] == ["training_checkpoint"]
+    assert (folder / "training_checkpoint").is_dir()
 
 
-def test_clip_by_global_norm(tmp_path):
-    output = run_example("clip_by_global_norm.py", cwd=tmp_path).stdout
+def clip_by_global_norm(output, folder):
     match = the_match(
         r"slope (\S+) \(true: 3.0\), offset (\S+) \(true: -1.0\); "
         r"clipped (\d+) of 300 gradients, the largest of norm (\d+)",
@@ -86,38 +57,26 @@ def test_clip_by_global_norm(tmp_path):
     assert largest > 3
 
 
-@slow
-def test_grain_input(tmp_path):
-    pytest.importorskip("grain")
-    pytest.importorskip("sklearn")
-    output = run_example("grain_input.py", cwd=tmp_path, ranks=3).stdout
-    pattern = r"9000 images in 6 epochs on 3 replicas: test accuracy (\S+)%"
-    assert float(the_match(pattern, output)[1]) >= 85
-
-
-def test_monte_carlo_pi(tmp_path):
-    output = run_example("monte_carlo_pi.py", cwd=tmp_path).stdout
+def monte_carlo_pi(output, folder):
     pi, error = map(float, the_match(r"pi is (\S+) \+- (\S+), from", output).groups())
     assert error <= 5e-4
     assert pi == pytest.approx(3.14159, abs=3 * error)
 
 
-def test_kmeans(tmp_path):
-    pytest.importorskip("sklearn")
-    output = run_example("kmeans.py", cwd=tmp_path, ranks=3).stdout
+def grain_input(output, folder):
+    pattern = r"9000 images in 6 epochs on 3 replicas: test accuracy (\S+)%"
+    assert float(the_match(pattern, output)[1]) >= 85
+
+
+def kmeans(output, folder):
     the_match(
-        r"10 starts on 3 replicas: clusters of \[38, 50, 62\] flowers, "
+        r"10 starts on 2 replicas: clusters of \[38, 50, 62\] flowers, "
         r"inertia 78\.8514 \(expected: 78\.8514\)",
         output,
     )
 
 
-def test_train_digits(tmp_path):
-    pytest.importorskip("sklearn")
-    picture = tmp_path / "new folder" / "training.png"
-    options = ["--epochs", "6", "--output", picture, "--losses", "l.json"]
-    result = run_example("train_digits.py", *options, cwd=tmp_path)
-    output = result.stdout
+def train_digits(output, folder):
     the_match(r"replicas +2, with \w+ arrays", output)
     accuracy = the_match(r"test accuracy +(\S+)%", output)[1]
     assert float(accuracy) >= 90  # test_readme has that of all epochs
@@ -125,35 +84,74 @@ def test_train_digits(tmp_path):
     assert int(rate.replace(",", "")) > 0
     share = the_match(r"communicating +(\d+)% of the time", output)[1]
     assert 0 < int(share) <= 100
+    picture = folder / "new folder" / "training.png"
     assert the_match(r"picture +(.+?)\r?\n", output)[1] == str(picture)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-    losses = json.loads((tmp_path / "l.json").read_text())
+    losses = json.loads((folder / "l.json").read_text())
     assert len(losses) == 6 * 15
     assert sum(losses[-15:]) < 0.2 * sum(losses[:15])
-    # Lines, and no bar, since stderr is no terminal.
-    assert "\r" not in result.stderr
-    lines = re.findall(
-        r"^epoch (\d+) of 6: test accuracy \d\d\.\d%$", result.stderr, re.M
-    )
-    assert lines == [str(n) for n in range(1, 7)]
 
 
-@slow
-@pytest.mark.parametrize("library", ["torch", "jax"])
-def test_train_with_torch_and_jax(tmp_path, library):
-    pytest.importorskip("sklearn")
-    pytest.importorskip(library)
-    options = ["--losses", "losses.json", "--epochs", "3"]
-    result = run_example(f"train_{library}.py", *options, cwd=tmp_path)
-    the_match(r"replicas +2, with", result.stdout)
-    accuracy = the_match(r"test accuracy +(\S+)%", result.stdout)[1]
+def train_torch(output, folder, library="torch"):
+    the_match(r"replicas +2, with", output)
+    accuracy = the_match(r"test accuracy +(\S+)%", output)[1]
     assert float(accuracy) >= 90
-    picture = tmp_path / f"train_{library}.png"
+    picture = folder / f"train_{library}.png"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    losses = json.loads((tmp_path / "losses.json").read_text())
+    losses = json.loads((folder / f"{library}.json").read_text())
     assert len(losses) == 3 * 14
     assert sum(losses[-14:]) < 0.5 * sum(losses[:14])
+
+
+def train_jax(output, folder):
+    train_torch(output, folder, "jax")
+
+
+JOBS = {
+    2: [
+        (hello, ""),
+        (clip_by_global_norm, ""),
+        (monte_carlo_pi, ""),
+        (kmeans, ""),
+        (custom_training_loop, "--epochs 3"),
+        (train_digits, "--epochs 6 --losses l.json --output"),
+    ],
+    3: [(grain_input, "")],
+    "guests": [
+        (train_torch, "--epochs 3 --losses torch.json"),
+        (train_jax, "--epochs 3 --losses jax.json"),
+    ],
+}
+
+
+def test_every_example_is_tested():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    tested = {check.__name__ for job in JOBS.values() for check, _ in job}
+    assert names == {*tested, "train_elastic", "train_torch_elastic"}
+
+
+@pytest.mark.parametrize(
+    "job", [2, *(pytest.param(n, marks=slow) for n in (3, "guests"))]
+)
+def test_examples(tmp_path, job):
+    for library in {3: ["grain"], "guests": ["torch", "jax"]}.get(job, []):
+        pytest.importorskip(library)
+    pytest.importorskip("sklearn")
+    programs = [[EXAMPLES / f"{c.__name__}.py", *a.split()] for c, a in JOBS[job]]
+    for program in programs:
+        if program[-1] == "--output":
+            program.append("new folder/training.png")
+    ranks = job if job in (2, 3) else RANKS
+    results = run_in_turn(ranks, programs, timeout=2 * TIMEOUT, cwd=tmp_path)
+    for (check, _), result in zip(JOBS[job], results, strict=True):
+        check(result.stdout, tmp_path)
+        if check is train_digits:
+            # Lines, and no bar, since stderr is no terminal.
+            assert "\r" not in result.stderr
+            lines = re.findall(
+                r"^epoch (\d+) of 6: test accuracy \d\d\.\d%$", result.stderr, re.M
+            )
+            assert lines == [str(n) for n in range(1, 7)]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,9 @@ def test_train_elastic(tmp_path, name, steps, best):
         fault = fault and outlives_ranks()
         arguments = ["--epochs", "2", *(["--kill", "1", "--at-step", "30"] * fault)]
         options = ULFM if fault else ()
-        job = run_example(name, *arguments, cwd=tmp_path, options=options)
+        program = [EXAMPLES / name, *arguments]
+        job = run_ranks(2, program, timeout=TIMEOUT, cwd=tmp_path, options=options)
+        assert job.returncode == 0, job.stdout + job.stderr
         if fault:
             assert "lost replica 1; 1 replica goes on" in job.stderr
         replicas, accuracy, total = the_match(pattern, job.stdout).groups()

@@ -2,9 +2,9 @@
 
 A Python block that begins with a comment such as ``# fit.py`` is a program. A console
 block after it says how it is started, and what it prints: as a set of lines, or, where
-a line is or has ``...`` (any text), as a pattern. Other Python blocks, in docs/ only,
-have to parse. Every command of a shell block has to match one of `COMMANDS`. A block
-that is none of these fails.
+a line is or has ``...`` (any text), as a pattern. Programs that end well share jobs.
+Other Python blocks, in docs/ only, have to parse. Every command of a shell block has
+to match one of `COMMANDS`. A block that is none of these fails.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from launching import (
     plain_environment,
     rank_environment,
     run_command,
+    run_in_turn,
     run_ranks,
 )
 from replicas import with_slow
@@ -116,16 +117,8 @@ def treat(block: Block, blocks: list[Block], folder: Path) -> None:
             assert following[0].language == "console"
             assert f" {block.program}\n" in following[0].text
     elif language == "console":
-        programs = {b.program: b.text for b in blocks if b.program}
-        commands = commands_with_output(block.text)
-        started = [text for name, text in programs.items() if f" {name}" in block.text]
-        for library in ("torch", "jax"):
-            if any(re.search(rf"^import {library}\b", x, re.M) for x in started):
-                pytest.importorskip(library)
-                if not (in_readme or with_slow):  # they take long to import
-                    pytest.skip("slow: MPIDIST_TEST_SLOW=1, as in CI")
-        for command, output in commands:
-            do(Command(command, output, programs, folder))
+        for command in commands_of(block, blocks, folder):
+            do(command)
     elif language == "sh":
         for line in block.text.splitlines():
             if line and not line.startswith("#"):
@@ -147,6 +140,12 @@ def commands_with_output(text: str) -> list[tuple[str, list[str]]]:
             found[-1][1].append(line)
     assert found, "a console block without a command"
     return found
+
+
+def commands_of(block: Block, blocks: list[Block], folder: Path) -> list[Command]:
+    programs = {b.program: b.text for b in blocks if b.program}
+    commands = commands_with_output(block.text)
+    return [Command(text, output, programs, folder) for text, output in commands]
 
 
 # --- commands ---------------------------------------------------------------------
@@ -220,6 +219,8 @@ def mpirun(command: Command, variables: str, ranks: str, program: str) -> None:
         compile_file(program)
         return
     assert command.output, f"what does {program} print?"
+    if shares_a_job(command):
+        return
     path = command.folder / program
     path.write_text(command.programs[program], encoding="utf-8")
     env = FORKS | settings
@@ -227,6 +228,48 @@ def mpirun(command: Command, variables: str, ranks: str, program: str) -> None:
         int(ranks), [program], timeout=SECONDS, env=env, cwd=command.folder
     )
     compare(command.output, result)
+
+
+def shares_a_job(command: Command) -> re.Match[str] | None:
+    """Match a program of the page that needs no settings and ends well."""
+    if ends_badly(command.output or []):
+        return None
+    return re.fullmatch(r"mpirun -n (\d+) python (\w+\.py)", command.text)
+
+
+def libraries_of(command: Command) -> set[str]:
+    match = shares_a_job(command)
+    text = command.programs.get(match[2], "") if match else ""
+    return set(re.findall(r"^import (torch|jax)\b", text, re.M))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_programs_that_share_jobs(library, tmp_path):
+    """The programs for each number of ranks, in as many processes."""
+    jobs: dict[int, list[tuple[Command, Path]]] = {}
+    needed: set[str] = set()
+    for number, block in enumerate(ALL_BLOCKS):
+        if block.language != "console":
+            continue
+        for command in commands_of(block, BLOCKS[block.page], tmp_path / str(number)):
+            match, libraries = shares_a_job(command), libraries_of(command)
+            # One of both is in the job of JAX.
+            if match and min(libraries, default="numpy") == library:
+                needed |= libraries
+                command.folder.mkdir(exist_ok=True)
+                path = command.folder / match[2]
+                path.write_text(command.programs[match[2]], encoding="utf-8")
+                jobs.setdefault(int(match[1]), []).append((command, path))
+    for name in needed:
+        pytest.importorskip(name)
+    if needed and not with_slow:  # they take long to import
+        pytest.skip("slow: MPIDIST_TEST_SLOW=1, as in CI")
+    # A page starts a program on more ranks later, and on one to look at what is there.
+    for ranks in sorted(jobs, key=lambda n: n if n > 1 else 99):
+        programs = [[path] for _, path in jobs[ranks]]
+        results = run_in_turn(ranks, programs, timeout=2 * SECONDS, env=FORKS)
+        for (command, _), result in zip(jobs[ranks], results, strict=True):
+            compare(command.output or [], result)
 
 
 def timeline(command: Command, path: str) -> None:
@@ -432,10 +475,14 @@ def compile_file(program: str) -> None:
 # --- output -----------------------------------------------------------------------
 
 
+def ends_badly(output: list[str]) -> bool:
+    return any("ending the job" in line for line in output)
+
+
 def compare(expected: list[str], result: subprocess.CompletedProcess[str]) -> None:
     """Compare what a page shows with what the ranks printed."""
-    ends_badly = any("ending the job" in line for line in expected)
-    assert (result.returncode != 0) == ends_badly, result.stdout + result.stderr
+    failed = result.returncode != 0
+    assert failed == ends_badly(expected), result.stdout + result.stderr
     if any("..." in line for line in expected):
         both = f"{result.stdout}\n{result.stderr}"
         shown = "\n".join(expected) + "\n"
