@@ -30,6 +30,7 @@ import pytest
 from replicas import everywhere, wait_asleep
 
 import mpidist
+from mpidist import _native
 from mpidist._base import threads
 from mpidist._collectives import node as node_module
 from mpidist._collectives import nodes as nodes_module
@@ -302,6 +303,9 @@ def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
     def make(**options: Any) -> mpidist.MPIStrategy:
         arguments = {k: options.pop(k) for k in ("comm", "device") if k in options}
         options.setdefault("timeout_seconds", 60)
+        asked = str(options.get("implementation", "")).rpartition(".")[2].upper()
+        if asked == "SHARED" and not _native.available():
+            pytest.skip("needs the native core")
         made.append(
             mpidist.MPIStrategy(
                 communication_options=mpidist.experimental.CommunicationOptions(

@@ -19,19 +19,20 @@ def the_match(pattern, text):
     return matches[0]
 
 
-def hello(output, folder):
-    the_match(r"the sum of 1 to 2 is 3\b", output)
+def hello(result, folder):
+    the_match(r"the sum of 1 to 2 is 3\b", result.stdout)
     for replica_id in range(RANKS):
         the_match(
-            rf"hello from replica {replica_id} of 2, on /rank:{replica_id}", output
+            rf"hello from replica {replica_id} of 2, on /rank:{replica_id}",
+            result.stdout,
         )
 
 
-def custom_training_loop(output, folder):
+def custom_training_loop(result, folder):
     epochs = re.findall(
         r"^Epoch (\d), Loss: (\S+), Accuracy: (\S+)%, Test Loss: (\S+), "
         r"Test Accuracy: (\S+)%$",
-        output,
+        result.stdout,
         re.M,
     )
     losses = [float(row[1]) for row in epochs]
@@ -39,16 +40,16 @@ def custom_training_loop(output, folder):
     assert losses == sorted(losses, reverse=True)
     assert float(epochs[-1][4]) > 80
     # The checkpoint is that of the third epoch.
-    restored = the_match(r"without strategy: (\S+)%", output)
+    restored = the_match(r"without strategy: (\S+)%", result.stdout)
     assert restored[1] == epochs[-1][4]
     assert (folder / "training_checkpoint").is_dir()
 
 
-def clip_by_global_norm(output, folder):
+def clip_by_global_norm(result, folder):
     match = the_match(
         r"slope (\S+) \(true: 3.0\), offset (\S+) \(true: -1.0\); "
         r"clipped (\d+) of 300 gradients, the largest of norm (\d+)",
-        output,
+        result.stdout,
     )
     slope, offset, clipped, largest = map(float, match.groups())
     assert slope == pytest.approx(3, abs=0.15)
@@ -57,44 +58,76 @@ def clip_by_global_norm(output, folder):
     assert largest > 3
 
 
-def monte_carlo_pi(output, folder):
-    pi, error = map(float, the_match(r"pi is (\S+) \+- (\S+), from", output).groups())
+def monte_carlo_pi(result, folder):
+    pi, error = map(
+        float, the_match(r"pi is (\S+) \+- (\S+), from", result.stdout).groups()
+    )
     assert error <= 5e-4
     assert pi == pytest.approx(3.14159, abs=3 * error)
 
 
-def grain_input(output, folder):
+def grain_input(result, folder):
     pattern = r"9000 images in 6 epochs on 3 replicas: test accuracy (\S+)%"
-    assert float(the_match(pattern, output)[1]) >= 85
+    assert float(the_match(pattern, result.stdout)[1]) >= 85
 
 
-def kmeans(output, folder):
+def kmeans(result, folder):
     the_match(
         r"10 starts on 2 replicas: clusters of \[38, 50, 62\] flowers, "
         r"inertia 78\.8514 \(expected: 78\.8514\)",
-        output,
+        result.stdout,
     )
 
 
-def train_digits(output, folder):
-    the_match(r"replicas +2, with \w+ arrays", output)
-    accuracy = the_match(r"test accuracy +(\S+)%", output)[1]
+def train_digits(result, folder):
+    the_match(r"replicas +2, with \w+ arrays", result.stdout)
+    accuracy = the_match(r"test accuracy +(\S+)%", result.stdout)[1]
     assert float(accuracy) >= 90  # test_readme has that of all epochs
-    rate = the_match(r"samples per second +([\d,]+)", output)[1]
+    rate = the_match(r"samples per second +([\d,]+)", result.stdout)[1]
     assert int(rate.replace(",", "")) > 0
-    share = the_match(r"communicating +(\d+)% of the time", output)[1]
+    share = the_match(r"communicating +(\d+)% of the time", result.stdout)[1]
     assert 0 < int(share) <= 100
     picture = folder / "new folder" / "training.png"
-    assert the_match(r"picture +(.+?)\r?\n", output)[1] == str(picture)
+    assert the_match(r"picture +(.+?)\r?\n", result.stdout)[1] == str(picture)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     losses = json.loads((folder / "l.json").read_text())
     assert len(losses) == 6 * 15
     assert sum(losses[-15:]) < 0.2 * sum(losses[:15])
+    # Lines, and no bar, since stderr is no terminal.
+    assert "\r" not in result.stderr
+    pattern = r"^epoch (\d+) of 6: test accuracy \d\d\.\d%$"
+    lines = re.findall(pattern, result.stderr, re.M)
+    assert lines == [str(n) for n in range(1, 7)]
 
 
-def train_torch(output, folder, library="torch"):
-    the_match(r"replicas +2, with", output)
-    accuracy = the_match(r"test accuracy +(\S+)%", output)[1]
+def demo(result, folder):
+    """Compare with what README.md says that launch/demo prints, but for speed.
+
+    As in a terminal: it shows one bar, which comes to its end. On fewer ranks.
+    """
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = the_match(r"\$ launch/demo\n((?:.*\n)+?)```", readme)[1]
+    assert len(re.findall(r"training: +0%\|.* 0/20 ", result.stderr)) == 1
+    assert "epoch" not in result.stderr.replace(" epochs", "")
+    row = r"^(\w[\w ]*?) {2,}(.*)$"
+    printed = dict(re.findall(row, result.stdout, re.M))
+    shown = dict(re.findall(row, page, re.M))
+    assert list(shown) == list(printed)
+    bar, *facts = page.splitlines()
+    assert len(shown) == len(facts), "a line that is neither a fact nor the bar"
+    pattern = r"training: 100%\|.*(epochs/s|s/ ?epochs), test accuracy 9[6-9]\.\d%\]"
+    assert re.match(pattern, bar)
+    assert re.search(pattern, result.stderr)
+    assert shown["replicas"] == "4, with numpy arrays"
+    assert printed["replicas"] == "2, with numpy arrays"
+    for found in (shown, printed):
+        assert 96 <= float(found["test accuracy"].rstrip("%")) < 100
+        assert found["picture"].endswith("/train_digits.png")
+
+
+def train_torch(result, folder, library="torch"):
+    the_match(r"replicas +2, with", result.stdout)
+    accuracy = the_match(r"test accuracy +(\S+)%", result.stdout)[1]
     assert float(accuracy) >= 90
     picture = folder / f"train_{library}.png"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -103,55 +136,54 @@ def train_torch(output, folder, library="torch"):
     assert sum(losses[-14:]) < 0.5 * sum(losses[:14])
 
 
-def train_jax(output, folder):
-    train_torch(output, folder, "jax")
+def train_jax(result, folder):
+    train_torch(result, folder, "jax")
 
 
-JOBS = {
-    2: [
-        (hello, ""),
-        (clip_by_global_norm, ""),
-        (monte_carlo_pi, ""),
-        (kmeans, ""),
-        (custom_training_loop, "--epochs 3"),
-        (train_digits, "--epochs 6 --losses l.json --output"),
-    ],
-    3: [(grain_input, "")],
-    "guests": [
-        (train_torch, "--epochs 3 --losses torch.json"),
-        (train_jax, "--epochs 3 --losses jax.json"),
-    ],
-}
+NUMPY = [
+    (hello, ["hello.py"]),
+    (clip_by_global_norm, ["clip_by_global_norm.py"]),
+    (monte_carlo_pi, ["monte_carlo_pi.py"]),
+    (kmeans, ["kmeans.py"]),
+    (custom_training_loop, ["custom_training_loop.py", "--epochs", "3"]),
+    (
+        train_digits,
+        [
+            *("train_digits.py", "--epochs", "6", "--losses", "l.json"),
+            *("--output", "new folder/training.png"),
+        ],
+    ),
+    (demo, ["train_digits.py", "--progress"]),
+]
+GRAIN = [(grain_input, ["grain_input.py"])]
+GUESTS = [
+    (train_torch, ["train_torch.py", "--epochs", "3", "--losses", "torch.json"]),
+    (train_jax, ["train_jax.py", "--epochs", "3", "--losses", "jax.json"]),
+]
 
 
 def test_every_example_is_tested():
-    names = {path.stem for path in EXAMPLES.glob("*.py")}
-    tested = {check.__name__ for job in JOBS.values() for check, _ in job}
-    assert names == {*tested, "train_elastic", "train_torch_elastic"}
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    tested = {program[0] for _, program in [*NUMPY, *GRAIN, *GUESTS]}
+    assert names == {*tested, "train_elastic.py", "train_torch_elastic.py"}
 
 
 @pytest.mark.parametrize(
-    "job", [2, *(pytest.param(n, marks=slow) for n in (3, "guests"))]
+    ("ranks", "job", "libraries"),
+    [
+        (RANKS, NUMPY, []),
+        pytest.param(3, GRAIN, ["grain"], marks=slow),
+        pytest.param(RANKS, GUESTS, ["torch", "jax"], marks=slow),
+    ],
+    ids=["numpy", "grain", "guests"],
 )
-def test_examples(tmp_path, job):
-    for library in {3: ["grain"], "guests": ["torch", "jax"]}.get(job, []):
+def test_examples(tmp_path, ranks, job, libraries):
+    for library in ["sklearn", *libraries]:
         pytest.importorskip(library)
-    pytest.importorskip("sklearn")
-    programs = [[EXAMPLES / f"{c.__name__}.py", *a.split()] for c, a in JOBS[job]]
-    for program in programs:
-        if program[-1] == "--output":
-            program.append("new folder/training.png")
-    ranks = job if job in (2, 3) else RANKS
+    programs = [[EXAMPLES / name, *options] for _, (name, *options) in job]
     results = run_in_turn(ranks, programs, timeout=2 * TIMEOUT, cwd=tmp_path)
-    for (check, _), result in zip(JOBS[job], results, strict=True):
-        check(result.stdout, tmp_path)
-        if check is train_digits:
-            # Lines, and no bar, since stderr is no terminal.
-            assert "\r" not in result.stderr
-            lines = re.findall(
-                r"^epoch (\d+) of 6: test accuracy \d\d\.\d%$", result.stderr, re.M
-            )
-            assert lines == [str(n) for n in range(1, 7)]
+    for (check, _), result in zip(job, results, strict=True):
+        check(result, tmp_path)
 
 
 @pytest.mark.parametrize(
