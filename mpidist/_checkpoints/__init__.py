@@ -8,5 +8,5 @@ from mpidist._checkpoints.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
 from mpidist._checkpoints.preemption import TerminationConfig as TerminationConfig
-from mpidist._checkpoints.reader import CheckpointReader as CheckpointReader
-from mpidist._checkpoints.reader import load_checkpoint as load_checkpoint
+from mpidist._checkpoints.storage import CheckpointReader as CheckpointReader
+from mpidist._checkpoints.storage import load_checkpoint as load_checkpoint

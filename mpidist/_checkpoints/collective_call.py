@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from mpidist._agreement import mismatch
@@ -40,22 +40,6 @@ class CollectiveCall:
         """Check that all ranks do the same. Collective."""
         self.guard.agree(Call(f"{self.name}{text}"))
 
-    def differing(self, numbers: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Return what is not the same on all ranks, with the numbers of each rank.
-
-        Collective: one header if all is the same. All ranks pass the same names.
-        """
-        own = [*numbers.values()]
-        fingerprint = mismatch.fingerprint(",".join(map(str, own)))
-        if self.guard.agree_and_compare(Call(f"{self.name}, comparing"), fingerprint):
-            return {}
-        columns = zip(*self.comm.all_gather_integers(own), strict=True)
-        return {
-            name: column
-            for name, column in zip(numbers, columns, strict=True)
-            if len(set(column)) > 1
-        }
-
     def together(self, work: Callable[[], _R], *, scope: bool = True) -> _R:
         """Run code that may raise on some ranks, and may be collective. Collective.
 
@@ -78,30 +62,30 @@ class CollectiveCall:
         Collective. The other ranks wait without a deadline, since disks are slow.
         The data sent is pickled; it comes from this program, not from a file.
         """
+        messages = self.collectives.resources.messages
         if self.rank == 0:
             try:
                 result = work()
-                data = pickle.dumps((True, result, ""))
+                data = pickle.dumps((result, None))
             except KeyboardInterrupt as error:  # often in a frame of a library
                 raise self.guard.abandon(Call(self.name), error) from None
             except BaseException as error:  # sys.exit() too: the others wait
                 trace = mismatch.describe_exception(error)
-                dumped = mismatch.dump_exception(error)
-                text = trace.strip().rpartition("\n")[2]
-                data = pickle.dumps((False, (dumped, text), trace))
-                self.collectives.resources.messages.send(data)
+                messages.send(
+                    pickle.dumps((None, (mismatch.dump_exception(error), trace)))
+                )
                 as_told(error)
                 raise
-            self.collectives.resources.messages.send(data)
+            messages.send(data)
             return result
         what = f"the end of {self.name}, for which rank 0 uses the disk"
         # Without a deadline: writing takes as long as the file system does.
-        data = self.collectives.resources.messages.receive(what, timeout=0.0)
-        good, content, trace = pickle.loads(data)
-        if good:
-            return content
-        dumped, text = content
-        failure = mismatch.load_exception(dumped, trace) or CheckpointError(text)
+        result, raised = pickle.loads(messages.receive(what, timeout=0.0))
+        if raised is None:
+            return result
+        failure = mismatch.load_exception(*raised)
+        if failure is None:
+            failure = CheckpointError(raised[1].strip().rpartition("\n")[2])
         failure.add_note(f"[rank {self.rank}] raised here because rank 0 raised it")
         raise as_told(failure)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.items import GeneratorItem, Item, StateItem
 from mpidist._checkpoints.state_json import Json, Packed, Stored, checksum, host_copy
+from mpidist._values.consistency import Difference, difference_in, find_differences
 
 Values: TypeAlias = dict[str, list[Json]]
 """The states of items by name: one value for all ranks, or one for each rank."""
@@ -44,7 +46,7 @@ def exchange(
 
     differing = {}
     if call.size > 1:  # for a save with `wait=False` a checksum takes long
-        differing = call.differing(call.attempt(numbers))
+        differing = _differing(call, numbers)
     for name in variables:
         if name in differing:
             raise _drifted(call, name, differing[name], _OF_VARIABLES)
@@ -56,14 +58,19 @@ def exchange(
     return values, arrays
 
 
-def alike(call: CollectiveCall, items: Sequence[Item]) -> dict[str, bool]:
-    """Return for each generator whether it is the same on all ranks. Collective."""
+def differing_generators(call: CollectiveCall, items: Sequence[Item]) -> list[str]:
+    """Return the names of the generators that differ between ranks. Collective."""
     found = [x for x in items if isinstance(x, GeneratorItem)]
     if not found:
-        return {}
-    numbers = call.attempt(lambda: {item.name: item.pack().number for item in found})
-    differing = call.differing(numbers)
-    return {name: name not in differing for name in numbers}
+        return []
+    return [*_differing(call, lambda: {x.name: x.pack().number for x in found})]
+
+
+def _differing(
+    call: CollectiveCall, numbers: Callable[[], dict[str, int]]
+) -> dict[str, Difference]:
+    compared = Call(f"{call.name}, comparing")
+    return find_differences(call.group, compared, call.attempt(numbers))
 
 
 def _gather(
@@ -85,10 +92,11 @@ def _gather(
         shared = set().union(*(row[i][2] for row in rows))
         for array in dict.fromkeys(array for each in all_sums for array in each):
             column = [each.get(array) for each in all_sums]
-            if len(set(column)) == 1:
+            found = difference_in(column)
+            if not found.drifted:
                 continue
             if array in shared:  # on some rank: a module may lack it on another one
-                raise _drifted(call, array, column, _OF_TENSORS)
+                raise _drifted(call, array, found, _OF_TENSORS)
             mine = column[call.rank]
             if mine is not None and (call.rank == 0 or mine != column[0]):
                 sent.append(array)
@@ -131,17 +139,13 @@ _OF_TENSORS: Final = (
 
 
 def _drifted(
-    call: CollectiveCall, name: str, column: Sequence[object], remedy: str
+    call: CollectiveCall, name: str, found: Difference, remedy: str
 ) -> CollectiveMismatchError:
     """Return the error for an array whose copies differ; it names the minority."""
-    groups: dict[object, list[int]] = {}
-    for rank, number in enumerate(column):
-        groups.setdefault(number, []).append(rank)
-    most, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-    odd = sorted(rank for ranks in others for rank in ranks)
-    have = "has" if len(odd) == 1 else "have"
+    have = "has" if len(found.drifted) == 1 else "have"
     text = (
-        f"{call.name}: the copies of {name!r} are not equal: {format_ranks(odd)} "
-        f"{have} another value than {format_ranks(most)}. Nothing was saved. {remedy}"
+        f"{call.name}: the copies of {name!r} are not equal: "
+        f"{format_ranks(found.drifted)} {have} another value than "
+        f"{format_ranks(found.agreeing)}. Nothing was saved. {remedy}"
     )
     return CollectiveMismatchError(on_rank(call.rank, text))

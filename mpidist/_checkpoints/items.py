@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -151,7 +151,7 @@ class NumpyGeneratorItem(GeneratorItem):
                     f"`numpy.random.Generator(numpy.random.{saved or own}(seed))`"
                 )
             if self.stream is not None:
-                state = state_json.unpack(value, tensors_from({}))
+                state = state_json.unpack(value, _no_tensor)
                 self._kind(0).state = state
                 _check_position(own, state)
         return ""
@@ -194,16 +194,8 @@ def _check_position(name: str, state: State) -> None:
         raise ValueError(f"expected a position from 0 to {size}, got {position}")
 
 
-def tensors_from(arrays: Mapping[str, HostArray]) -> state_json.OnTensor:
-    """Return what `unpack` calls for each tensor: it takes the memory of the arrays."""
-
-    def tensor(library: str, name: str, device: str) -> Any:
-        if library == "numpy":
-            return arrays[name]
-        kind: guests.GuestKind = "torch" if library == "torch" else "jax"
-        return guests.from_stored(arrays[name], kind, device)
-
-    return tensor
+def _no_tensor(library: str, name: str, device: str) -> State:
+    raise ValueError(f"a tensor, {name!r}")
 
 
 def _copied(state: State) -> State:

@@ -14,8 +14,8 @@ from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import background, manifest, replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
-from mpidist._checkpoints.reader import CheckpointFiles
 from mpidist._checkpoints.saved_objects import as_path
+from mpidist._checkpoints.storage import CheckpointReader, manifest_of
 from mpidist._runtime.interruptions import tells
 from mpidist._values.variable import Variable
 
@@ -82,8 +82,9 @@ class CheckpointManager:
         background.finish(call)
 
         def check() -> str:
-            _check_arguments(max_to_keep, checkpoint_name)
-            _check_interval(checkpoint_interval, step_counter)
+            _check_arguments(
+                max_to_keep, checkpoint_name, checkpoint_interval, step_counter
+            )
             storage.check_format({}, format)
             path = as_path(directory, "CheckpointManager")
             assert path is not None
@@ -294,22 +295,25 @@ def _scan(directory: str, prefix: str | None) -> tuple[list[_Entry], int]:
     numbers = _numbers(directory, prefix)
     for name, number in numbers.items():
         path = os.path.join(directory, name)
-        try:
-            files = CheckpointFiles(path)
-        except (CheckpointError, OSError) as error:
-            _warn(path, str(error))
-            continue
-        entries.append(_Entry(files.manifest.saved_at_ns, number, path))
+        if reader := _open(path, lambda reader: None):
+            entries.append(_Entry(manifest_of(reader).saved_at_ns, number, path))
     entries.sort()
-    while entries:
-        path = entries[-1].path
-        try:
-            CheckpointFiles(path).verify()
-            break
-        except (CheckpointError, OSError) as error:
-            _warn(path, str(error))
-            entries.pop()
+    while entries and not _open(entries[-1].path, CheckpointReader.verify):
+        entries.pop()
     return entries, max(numbers.values(), default=0)
+
+
+def _open(
+    path: str, check: Callable[[CheckpointReader], None]
+) -> CheckpointReader | None:
+    """Return a checkpoint that passes a check; None, and a warning, if not."""
+    try:
+        reader = CheckpointReader(path)
+        check(reader)
+    except (CheckpointError, OSError) as error:
+        _warn(path, str(error))
+        return None
+    return reader
 
 
 def _numbers(directory: str, prefix: str | None) -> dict[str, int]:
@@ -375,20 +379,17 @@ def _as_number(given: object) -> int:
     return as_int("CheckpointManager.save", "checkpoint_number", x, least=0, kind=kind)
 
 
-def _check_interval(interval: object, counter: object) -> None:
+def _check_arguments(
+    max_to_keep: object, name: object, interval: object, counter: object
+) -> None:
+    call = "CheckpointManager"
+    if max_to_keep is not None:
+        as_int(call, "max_to_keep", max_to_keep, least=1, hint="None keeps all")
+    is_name = isinstance(name, str) and name and os.sep not in name
+    expected = "`checkpoint_name` to be a name without a slash"
+    expect(is_name, call, expected, name, error=ValueError)
     if interval is not None:
-        call = "CheckpointManager"
         as_int(call, "checkpoint_interval", interval, least=1, hint="None always saves")
         expected = "`step_counter` to be a `mpidist.Variable`"
         hint = "write `step_counter=optimizer.iterations`"
         expect(isinstance(counter, Variable), call, expected, counter, hint)
-
-
-def _check_arguments(max_to_keep: object, checkpoint_name: object) -> None:
-    call = "CheckpointManager"
-    if max_to_keep is not None:
-        as_int(call, "max_to_keep", max_to_keep, least=1, hint="None keeps all")
-    name = checkpoint_name
-    is_name = isinstance(name, str) and name and os.sep not in name
-    expected = "`checkpoint_name` to be a name without a slash"
-    expect(is_name, call, expected, name, error=ValueError)

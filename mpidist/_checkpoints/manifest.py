@@ -80,9 +80,7 @@ class Manifest:
 
     def of_states(self, names: Iterable[str]) -> list[str]:
         """Return the names of the arrays that the states of these names have."""
-        values = [value for name in names for value in self.states[name]]
-        found = [name for value in values for name in state_json.array_names(value)]
-        return [*dict.fromkeys(found)]
+        return state_json.array_names(x for name in names for x in self.states[name])
 
 
 def end_of(parts: dict[str, Part]) -> int:
@@ -122,7 +120,7 @@ def read_manifest(path: str) -> Manifest:
     try:
         with open(open_regular(name), "rb") as file:
             if os.fstat(file.fileno()).st_size <= _LARGEST_MANIFEST:
-                return _parse(file.read(), name)
+                return _parse(file.read(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"there is no checkpoint at {path!r}: expected a directory with a "
@@ -136,14 +134,14 @@ def read_manifest(path: str) -> Manifest:
 
 
 def _parse(data: bytes, path: str) -> Manifest:
-    """Return the contents of a manifest; the path is for the messages."""
+    """Return the contents of the manifest of a checkpoint."""
     start, stop = len(_HEAD), len(_HEAD) + len(_NO_CHECKSUM)
     text = data[:start] + _NO_CHECKSUM.encode() + data[stop:].removesuffix(b"\n")
     found = data[start:stop].decode("ascii", "replace")
     if not data.endswith(b"}\n") or f"{zlib.crc32(text):08x}" != found:
         raise damaged_checkpoint(
-            f"{path} is damaged: its bytes do not have the checksum that it begins "
-            "with. Restore another checkpoint"
+            f"{os.path.join(path, MANIFEST)} is damaged: its bytes do not have the "
+            "checksum that it begins with. Restore another checkpoint"
         )
     try:
         content = json.loads(text)
@@ -151,15 +149,20 @@ def _parse(data: bytes, path: str) -> Manifest:
         if kind == _KIND and version in (2, _VERSION):
             return _manifest_of(content)
     except Exception as error:  # whatever its contents lead to, RecursionError too
-        raise damaged_checkpoint(
-            f"{path} is malformed, although its checksum is right: "
-            f"{error or type(error).__name__}. Restore another checkpoint"
-        ) from error
+        raise malformed(path, str(error) or type(error).__name__) from error
     raise CheckpointError(
-        f"{path}: expected version 2 or {_VERSION} of the format of `mpidist."
-        f"Checkpoint`, got version {version}; version 1 can be read by mpidist from "
-        "before the release 0.1.0 only, a later version by the mpidist that wrote it, "
-        f"{content.get('mpidist')}"
+        f"{os.path.join(path, MANIFEST)}: expected version 2 or {_VERSION} of the "
+        f"format of `mpidist.Checkpoint`, got version {version}; version 1 can be read "
+        "by mpidist from before the release 0.1.0 only, a later version by the mpidist "
+        f"that wrote it, {content.get('mpidist')}"
+    )
+
+
+def malformed(path: str, problem: str) -> CheckpointError:
+    """Return the error for a manifest that says what cannot be."""
+    return damaged_checkpoint(
+        f"{os.path.join(path, MANIFEST)} is malformed, although its checksum is right: "
+        f"{problem}. Restore another checkpoint"
     )
 
 
@@ -172,7 +175,7 @@ def _entry(content: Json, kind: type[_T], *keys: str) -> _T:
     return value
 
 
-def _require(fits: bool, expected: str, found: object, *keys: str) -> None:
+def _require(fits: object, expected: str, found: object, *keys: str) -> None:
     if not fits:
         where = "".join(f"[{key!r}]" for key in keys)
         raise ValueError(f"expected the entry {where} {expected}, got {found!r:.80}")
@@ -183,33 +186,33 @@ def _manifest_of(content: Json) -> Manifest:
     _require(replicas > 0, "to be at least 1", replicas, "replicas")
     saved_at = _entry(content, int, "saved_at_ns")
     _require(0 <= saved_at < 2**63, "to be a time in ns", saved_at, "saved_at_ns")
-    file = _entry(content, str, "file")
-    is_name = bool(ARRAY_FILE.fullmatch(file))  # and not ../elsewhere
-    _require(is_name, "to be the name of an array file", file, "file")
+    file = _entry(content, str, "file")  # and not ../elsewhere
+    expected = "to be the name of an array file"
+    _require(ARRAY_FILE.fullmatch(file), expected, file, "file")
     arrays: dict[str, Part] = {}
     for name in _entry(content, dict, "arrays"):
-        arrays[name] = _array_part(content, name, end_of(arrays))
-    rest = Part(*_place(content, end_of(arrays), "rest"))
-    states = {
-        name: _state_values(content, name, replicas, arrays)
-        for name in _entry(content, dict, "states")
-    }
+        arrays[name] = _part(content, end_of(arrays), "arrays", name)
+    states = _entry(content, dict, "states")
+    for name in states:
+        values = _entry(content, list, "states", name)
+        expected = f"to have one value, or {replicas}"
+        _require(len(values) in (1, replicas), expected, values, "states", name)
+        for value in values:
+            _check_state(name, value, arrays)
+    rest = _part(content, end_of(arrays), "rest")
     return Manifest(replicas, saved_at, file, arrays, rest, states)
 
 
-def _place(content: Json, expected: int, *keys: str) -> tuple[int, int, str]:
-    start = _entry(content, int, *keys, "start")
-    end = _entry(content, int, *keys, "end")
-    follows = start == expected and end >= start
-    _require(follows, f"to start at {expected}", (start, end), *keys)
-    return start, end, _entry(content, str, *keys, "crc32")
-
-
-def _array_part(content: Json, name: str, expected_start: int) -> Part:
-    at = "arrays", name
-    start, end, crc32 = _place(content, expected_start, *at)
+def _part(content: Json, start: int, *at: str) -> Part:
+    """Return a part of the file; of an array, or what is after all."""
+    end = _entry(content, int, *at, "end")
+    found = _entry(content, int, *at, "start"), end
+    _require(found[0] == start <= end, f"to start at {start}", found, *at)
+    crc32 = _entry(content, str, *at, "crc32")
+    if at == ("rest",):
+        return Part(start, end, crc32)
     dtype = _entry(content, str, *at, "dtype")
-    _require(bool(_DTYPE.fullmatch(dtype)), "to be a dtype", dtype, *at, "dtype")
+    _require(_DTYPE.fullmatch(dtype), "to be a dtype", dtype, *at, "dtype")
     shape = _entry(content, list, *at, "shape")
     is_shape = len(shape) <= _MOST_DIMENSIONS and (
         all(type(length) is int and length >= 0 for length in shape)
@@ -224,19 +227,12 @@ def _array_part(content: Json, name: str, expected_start: int) -> Part:
     return Part(start, end, crc32, dtype, tuple(shape), nbytes)
 
 
-def _state_values(
-    content: Json, name: str, replicas: int, arrays: dict[str, Part]
-) -> list[Json]:
-    values = _entry(content, list, "states", name)
-    fits = len(values) in (1, replicas)
-    _require(fits, f"to have one value, or {replicas}", values, "states", name)
-    for value in values:
-        try:
-            state_json.unpack(value, lambda library, name, device: arrays[name].dtype)
-        except Exception as error:
-            expected = f"to be the JSON of a state ({type(error).__name__}: {error})"
-            _require(False, expected, value, "states", name)
-    return values
+def _check_state(name: str, value: Json, arrays: Mapping[str, Part]) -> None:
+    try:
+        state_json.unpack(value, lambda library, array, device: arrays[array])
+    except Exception as error:
+        expected = f"to be the JSON of a state ({type(error).__name__}: {error})"
+        _require(False, expected, value, "states", name)
 
 
 def checkpoints_in(directory: str) -> list[str]:

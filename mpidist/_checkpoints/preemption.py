@@ -26,7 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
@@ -117,9 +117,9 @@ class PreemptionCheckpointHandler:
                 "or a `mpidist.Checkpoint` and `checkpoint_dir`, got "
                 f"{given!r:.80} and checkpoint_dir={checkpoint_dir!r}"
             )
-        config = TerminationConfig()
-        if termination_config is not None:
-            config = termination_config
+        config = (
+            TerminationConfig() if termination_config is None else termination_config
+        )
         expect(
             isinstance(config, TerminationConfig),
             "PreemptionCheckpointHandler",
@@ -135,17 +135,19 @@ class PreemptionCheckpointHandler:
         self._config = config
         self._checkpoint = checkpoint
         self._calls = 0
-        objects_of(checkpoint).by_name[_COUNTER] = _Counter(self)
-        self._manager = (
-            given
-            if isinstance(given, CheckpointManager)
-            else CheckpointManager(checkpoint, checkpoint_dir or "", max_to_keep=1)
-        )
+        counter = SimpleNamespace(state=lambda: self._calls, restore=self._set_calls)
+        objects_of(checkpoint).by_name[_COUNTER] = counter
+        if not isinstance(given, CheckpointManager):
+            given = CheckpointManager(checkpoint, checkpoint_dir or "", max_to_keep=1)
+        self._manager = given
         self._manager.restore_or_initialize()
         self._told_at: float | None = None
         self._previous: dict[int, _Handler] = {}
         if watches:
             self._watch()
+
+    def _set_calls(self, calls: int) -> None:
+        self._calls = calls
 
     @property
     def total_run_calls(self) -> int:
@@ -241,16 +243,3 @@ def _tell_the_batch_script() -> None:
     if name:
         with open(name, "w", encoding="utf-8"):
             pass
-
-
-class _Counter:
-    """The number of calls of `run`, as an object with a state."""
-
-    def __init__(self, handler: PreemptionCheckpointHandler) -> None:
-        self._handler = handler
-
-    def state(self) -> int:
-        return self._handler._calls
-
-    def restore(self, state: int) -> None:
-        self._handler._calls = state

@@ -12,14 +12,14 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
-from mpidist._base.errors import CheckpointError, CollectiveError, damaged_checkpoint
+from mpidist._base.errors import CheckpointError, CollectiveError
 from mpidist._base.types import Array, DType, HostArray, Shape
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
@@ -30,10 +30,10 @@ from mpidist._checkpoints.items import (
     LaterItem,
     StateItem,
     VariableItem,
-    tensors_from,
 )
-from mpidist._checkpoints.reader import CheckpointFiles
+from mpidist._checkpoints.manifest import malformed
 from mpidist._checkpoints.state_json import Json, State, host_copy
+from mpidist._checkpoints.storage import CheckpointReader, manifest_of
 from mpidist._values.variable import storage_of
 
 _MOST_NAMES: Final = 20  # in a message
@@ -43,25 +43,26 @@ _MOST_NAMES: Final = 20  # in a message
 
 
 def fit(
-    call: CollectiveCall, items: Sequence[Item], files: CheckpointFiles, partial: bool
+    call: CollectiveCall, items: Sequence[Item], reader: CheckpointReader, partial: bool
 ) -> list[Item]:
     """Return the items to restore; raise with a list of those that do not match."""
-    arrays, states = files.manifest.arrays, files.manifest.states
+    manifest = manifest_of(reader)
+    arrays, states = manifest.arrays, manifest.states
     saved = {*arrays, *states}
-    names = {item.name for item in items}.union(files.manifest.of_states(states))
+    names = {item.name for item in items}.union(manifest.of_states(states))
     for item in items:
         if isinstance(item, LaterItem) and (own := item.arrays(arrays)):
             saved.add(item.name)
             names.update(own)
     found = [item for item in items if item.name in saved]
     missing = [item.name for item in items if item.name not in saved]
-    wrong = list(filter(None, (_problem(item, files) for item in found)))
+    wrong = list(filter(None, (_problem(item, reader) for item in found)))
     unexpected = [name for name in [*arrays, *states] if name not in names]
     if partial and (len(wrong) < len(found) or not items):
         missing, unexpected = [], []
     if not (wrong or missing or unexpected):
         return found
-    lines = [f"{call.name}: the checkpoint {files.path!r} does not fit:", *wrong]
+    lines = [f"{call.name}: the checkpoint {reader.path!r} does not fit:", *wrong]
     if missing:
         lines.append(f"missing in the checkpoint: {_listed(missing)}")
     if unexpected:
@@ -81,9 +82,9 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_MOST_NAMES])) + more
 
 
-def _problem(item: Item, files: CheckpointFiles) -> str:
+def _problem(item: Item, reader: CheckpointReader) -> str:
     """Return the problem with an item's data in the checkpoint, or ""."""
-    manifest = files.manifest
+    manifest = manifest_of(reader)
     if isinstance(item, LaterItem):
         return ""
     if isinstance(item, StateItem):
@@ -92,10 +93,10 @@ def _problem(item: Item, files: CheckpointFiles) -> str:
         try:
             return item.refuse(manifest.states[item.name])
         except Exception as error:
-            raise damaged_checkpoint(
-                f"{files.manifest_path} is malformed, although its checksum is right: "
+            raise malformed(
+                reader.path,
                 f"the entry ['states'][{item.name!r}] is not the state of a generator: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
             ) from error
     part = manifest.arrays.get(item.name)
     if part is None:
@@ -109,70 +110,25 @@ def _problem(item: Item, files: CheckpointFiles) -> str:
 # --- which state each rank gets -----------------------------------------------------
 
 
-def spread(
-    item: StateItem, values: list[Json], *, saved_on: int, alike: bool, size: int
-) -> list[Json]:
-    """Return a state for all replicas, or a list with one for each of them.
-
-    A state that was the same on all replicas has one value, and all get it. Otherwise
-    replica i gets the i-th value. Additional generators get None: a new stream. A
-    checkpoint of one replica does not show whether its generator should be the same on
-    all: whether it is now determines it.
-
-    Args:
-        item: the item to restore.
-        values: its state in the checkpoint: one for all replicas, or one for each.
-        saved_on: the number of replicas that saved it.
-        alike: whether the object's state is the same on all replicas now.
-        size: the number of replicas.
-
-    Raises:
-        CheckpointError: if it cannot be restored on this number of replicas.
-    """
-    count = len(values)
-    if count == 1 and (saved_on > 1 or alike or not isinstance(item, GeneratorItem)):
-        return values
-    if not isinstance(item, GeneratorItem):
-        if count == size or item.merge is not None:
-            return values
-        raise CheckpointError(
-            f"{item.name!r} was saved with another state on each of {count} "
-            f"replicas, and cannot be restored on {size}; restore it on "
-            f"{count}, give the object a method `merge_states(states)` that "
-            "makes one state of all, or write `restore(path, partial=True)` with a "
-            "Checkpoint without it"
-        )
-    if count < size and item.stream is None:
-        raise CheckpointError(
-            f"{item.name!r} was saved on {saved_on} replicas, but mpidist cannot "
-            f"make another generator of its kind; restore it on at most {saved_on}"
-        )
-    return values + [None] * (size - count)
-
-
 def choose(
     call: CollectiveCall,
     items: Mapping[str, Item],
     states: Values,
     arrays: Mapping[str, HostArray],
+    apart: Collection[str],
 ) -> list[tuple[StateItem, State]]:
-    """Return what this rank's objects are to be set to.
-
-    Args:
-        call: the call that restores them.
-        items: the items, by name.
-        states: their states, as `spread` returns them.
-        arrays: the arrays of the states, which take their memory.
+    """Return what this rank's objects are to be set to; the arguments are as for `put`.
 
     Raises:
-        CheckpointError: if states do not fit the objects of this rank.
+        CheckpointError: if states do not fit the objects of this rank, or this number
+            of replicas.
     """
     chosen = []
     wrong: list[str] = []
     for name, values in states.items():
         item = items[name]
         assert isinstance(item, StateItem)
-        state = _choose_state(item, values, arrays, call.rank, call.size)
+        state = _choose_state(call, item, values, arrays, name in apart)
         chosen.append((item, state))
         if problem := item.misfit(state):
             wrong.append(problem)
@@ -183,31 +139,48 @@ def choose(
 
 
 def _choose_state(
+    call: CollectiveCall,
     item: StateItem,
     values: list[Json],
     arrays: Mapping[str, HostArray],
-    rank: int,
-    size: int,
+    apart: bool,
 ) -> State:
-    """Return the state that a replica restores.
+    """Return the state that this replica restores.
 
-    A new stream is that of the `numpy.random.SeedSequence` whose entropy is the SHA-256
-    of all saved states, and whose ``spawn_key`` is ``(rank,)``, as `SeedSequence.spawn`
-    makes them.
+    A state that was the same on all replicas has one value, and all get it. Otherwise
+    replica i gets the i-th value. Additional generators get a new stream: that of the
+    `numpy.random.SeedSequence` whose entropy is the SHA-256 of all saved states, and
+    whose ``spawn_key`` is ``(rank,)``, as `SeedSequence.spawn` makes them.
     """
-    tensor = tensors_from(arrays)
-    if len(values) == 1:
-        return state_json.unpack(values[0], tensor)
-    if not isinstance(item, GeneratorItem) and len(values) != size:
-        assert item.merge is not None
-        return item.merge([state_json.unpack(value, tensor) for value in values])
-    if not isinstance(item, GeneratorItem) or values[rank] is not None:
-        return state_json.unpack(values[rank], tensor)
+    count, rank, size = len(values), call.rank, call.size
+    unpack = functools.partial(
+        state_json.unpack, tensor=state_json.tensors_from(arrays.__getitem__)
+    )
+    if count == 1 and not apart:
+        return unpack(values[0])
+    if not isinstance(item, GeneratorItem):
+        if count == size:
+            return unpack(values[rank])
+        if item.merge is not None:
+            return item.merge([unpack(value) for value in values])
+        raise CheckpointError(
+            f"{item.name!r} was saved with another state on each of {count} "
+            f"replicas, and cannot be restored on {size}; restore it on "
+            f"{count}, give the object a method `merge_states(states)` that "
+            "makes one state of all, or write `restore(path, partial=True)` with a "
+            "Checkpoint without it"
+        )
+    if count < size and item.stream is None:
+        raise CheckpointError(
+            f"{item.name!r} was saved on {count} replicas, but mpidist cannot "
+            f"make another generator of its kind; restore it on at most {count}"
+        )
+    if rank < count:
+        return unpack(values[rank])
     assert item.stream is not None
-    saved = [value for value in values if value is not None]
-    digest = hashlib.sha256(json.dumps(saved, sort_keys=True).encode())
-    for value in saved:
-        for name in state_json.array_names(value):
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    for value in values:
+        for name in state_json.array_names([value]):
             digest.update(host_copy(arrays[name]).tobytes())
     entropy = int.from_bytes(digest.digest(), "little")
     return item.stream(np.random.SeedSequence(entropy, spawn_key=(rank,)))
@@ -248,6 +221,7 @@ def put(
     items: Mapping[str, Item],
     states: Values,
     arrays: dict[str, HostArray],
+    apart: Collection[str] = (),
     partial: bool = False,
     path: str = "",
 ) -> tuple[list[str], list[str]]:
@@ -256,8 +230,10 @@ def put(
     Args:
         call: the call that restores them.
         items: the items to restore, by name.
-        states: the states, as `spread` returns them.
+        states: the states of each item: one for all replicas, or one for each.
         arrays: all arrays, which are taken: states may share their memory.
+        apart: the generators that differ between the replicas, although there is one
+            state: replica 0 gets it.
         partial: whether variables that an object makes later may be missing.
         path: of the checkpoint, for the messages of such an object.
 
@@ -275,7 +251,7 @@ def put(
             kept.append(
                 {name[start:]: arrays.pop(name) for name in item.arrays([*arrays])}
             )
-        return values, choose(call, items, states, arrays)
+        return values, choose(call, items, states, arrays, apart)
 
     values, chosen = call.together(prepare, scope=False)
     arrays.clear()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,17 +36,24 @@ from mpidist._checkpoints import (
 )
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
-from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
-from mpidist._checkpoints.reader import CheckpointFiles
+from mpidist._checkpoints.items import Item, StateItem, VariableItem
 from mpidist._checkpoints.state_json import Packed, Stored, host_copy
-from mpidist._checkpoints.storage import FileFormat
+from mpidist._checkpoints.storage import (
+    CheckpointReader,
+    FileFormat,
+    manifest_of,
+    read_arrays,
+)
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import storage_of
 
-_Found: TypeAlias = tuple[list[str], Values, dict[str, tuple[DType, Shape]]]
-"""The names of items, their states, and the dtypes and shapes of all their arrays."""
+_Found: TypeAlias = tuple[
+    list[str], Values, Sequence[str], dict[str, tuple[DType, Shape]]
+]
+"""The names of items, their states, the generators of which each replica has its own
+although there is one state, and the dtypes and shapes of all their arrays."""
 
 
 class SavedObjects:
@@ -157,48 +164,43 @@ class SavedObjects:
         """
         details = f", partial={bool(partial)}"
         call, items, source = self._begin(name, path, details, optional=True)
-        alike = exchange.alike(call, items)
+        differing = exchange.differing_generators(call, items)
         by_name = {item.name: item for item in items}
         arrays: dict[str, HostArray] = {}
 
         def read() -> _Found | None:
             if source is None:
                 return None
-            files = CheckpointFiles(source)
-            manifest = files.manifest
-            found = restoring.fit(call, items, files, bool(partial))
-            states = {
-                item.name: restoring.spread(
-                    item,
-                    manifest.states[item.name],
-                    saved_on=manifest.replicas,
-                    alike=alike.get(item.name, True),
-                    size=call.size,
-                )
-                for item in found
-                if isinstance(item, StateItem)
-            }
-            files.verify_rest()
-            variables = [x.name for x in found if isinstance(x, VariableItem)]
+            reader = CheckpointReader(source)
+            manifest = manifest_of(reader)
+            found = restoring.fit(call, items, reader, bool(partial))
+            states, needed = {}, []
             for item in found:
-                if isinstance(item, LaterItem):
-                    variables += item.arrays(manifest.arrays)
-            for array in [*variables, *manifest.of_states(states)]:
-                arrays[array] = files.read(array)
+                if isinstance(item, StateItem):
+                    states[item.name] = manifest.states[item.name]
+                elif isinstance(item, VariableItem):
+                    needed.append(item.name)
+                else:
+                    needed += item.arrays(manifest.arrays)
+            needed += manifest.of_states(states)
+            arrays.update(read_arrays(reader, needed))
             kinds = {array: (x.dtype, x.shape) for array, x in arrays.items()}
-            return [item.name for item in found], states, kinds
+            # A checkpoint of one replica does not show whether its generators should be
+            # the same on all: whether they are now determines it.
+            apart = differing if manifest.replicas == 1 else []
+            return [item.name for item in found], states, apart, kinds
 
         with call.guard.span(name):
             answer = call.on_rank_0(read)
         if answer is None:
             return None
-        names, states, kinds = answer
-        chosen = {item_name: by_name[item_name] for item_name in names}
+        names, states, apart, kinds = answer
         return lambda: restoring.put(
             call,
-            chosen,
+            {name: by_name[name] for name in names},
             states,
             restoring.share(call, kinds, arrays),
+            apart,
             bool(partial),
             str(path),
         )

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -35,7 +35,11 @@ OnTensor: TypeAlias = Callable[[str, str, str], State]
 
 _ARRAY_KINDS: Final = "biufc"  # bool, integers, floating, complex
 _MOST_INLINE: Final = 2**14  # bytes of a NumPy array in the JSON
-_LIBRARIES: Final = ("numpy", "torch", "jax")
+_LIBRARIES: Final[dict[str, guests.GuestKind | None]] = {
+    "numpy": None,
+    "torch": "torch",
+    "jax": "jax",
+}
 
 
 def host_copy(x: Stored) -> HostArray:
@@ -190,11 +194,30 @@ def unpack(value: Json, tensor: OnTensor) -> State:
     return decode(value)
 
 
-def array_names(value: Json) -> list[str]:
-    """Return the names of the arrays that the JSON of a state names."""
-    names: list[str] = []
-    unpack(value, lambda library, name, device: names.append(name))
-    return names
+def tensors_from(read: Callable[[str], HostArray]) -> OnTensor:
+    """Return what `unpack` calls for each tensor: it takes the memory of an array.
+
+    Without the library of the tensor in the program it is the array.
+
+    Args:
+        read: returns the array of a name.
+    """
+
+    def tensor(library: str, name: str, device: str) -> State:
+        x, kind = read(name), _LIBRARIES[library]
+        if kind is None or guests.library(kind) is None:
+            return x
+        return guests.from_stored(x, kind, device)
+
+    return tensor
+
+
+def array_names(values: Iterable[Json]) -> list[str]:
+    """Return the names of the arrays that the JSON of states names, each once."""
+    names: dict[str, None] = {}
+    for value in values:
+        unpack(value, lambda library, name, device: names.setdefault(name))
+    return [*names]
 
 
 def renamed(value: Json, names: dict[str, str]) -> Json:

@@ -32,33 +32,35 @@ formats: NumPy's NEP 1, and https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
+import collections.abc
 import json
+import math
 import os
 import re
+import time
+import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Final, Literal
 
 import numpy as np
 
-from mpidist._base import backend
+from mpidist._base import backend, guests
+from mpidist._base.errors import CheckpointError, damaged_checkpoint
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import DType, HostArray
+from mpidist._checkpoints import manifest as manifests
+from mpidist._checkpoints import state_json
 from mpidist._checkpoints.exchange import Values
-from mpidist._checkpoints.manifest import (
-    MANIFEST,
-    Manifest,
-    Part,
-    end_of,
-    write_manifest,
-)
-from mpidist._checkpoints.state_json import Json, Stored, host_copy
+from mpidist._checkpoints.manifest import MANIFEST, Manifest, Part
+from mpidist._checkpoints.state_json import Json, State, Stored, host_copy
 
 CHUNK_BYTES: Final = 2**23
 FileFormat = Literal["npz", "safetensors"]
 _Written = Iterator[tuple[str, HostArray]]
 
-NOTHING: Final = memoryview(b"")
+_NOTHING: Final = memoryview(b"")
 
 
 def write_checkpoint(
@@ -89,8 +91,8 @@ def write_checkpoint(
 
         def part_of_file() -> tuple[int, int, str]:
             file.flush()
-            start, end = end_of(parts), file.tell()
-            return start, end, checksum(file.fileno(), start, end)
+            start, end = manifests.end_of(parts), file.tell()
+            return start, end, _checksum(file.fileno(), start, end)
 
         write = _write_npz if file_format == "npz" else _write_safetensors
         for array, x in write(file, arrays):
@@ -98,7 +100,7 @@ def write_checkpoint(
         rest = Part(*part_of_file())
         os.fsync(file.fileno())
     manifest = Manifest(replicas, saved_at_ns, name, parts, rest, states)
-    write_manifest(os.path.join(directory, MANIFEST), manifest)
+    manifests.write_manifest(os.path.join(directory, MANIFEST), manifest)
 
 
 def check_format(arrays: Mapping[str, Stored], file_format: object) -> None:
@@ -156,7 +158,7 @@ def _write_safetensors(file: IO[bytes], arrays: Mapping[str, Stored]) -> _Writte
         yield name, host
 
 
-def checksum(fd: int, start: int, end: int, into: memoryview = NOTHING) -> str:
+def _checksum(fd: int, start: int, end: int, into: memoryview = _NOTHING) -> str:
     """Return the checksum of a part of a file; read its last bytes into memory."""
     data_start = end - len(into)
     scratch = memoryview(bytearray(max(0, min(CHUNK_BYTES, data_start - start))))
@@ -172,3 +174,168 @@ def checksum(fd: int, start: int, end: int, into: memoryview = NOTHING) -> str:
         found = zlib.crc32(view[:count], found)
         start += count
     return f"{found:08x}"
+
+
+# --- reading ------------------------------------------------------------------------
+
+
+@explain_attributes
+class CheckpointReader(collections.abc.Mapping[str, HostArray]):
+    """The arrays of a checkpoint by name, read when they are accessed.
+
+    `load_checkpoint` creates it. It needs no strategy and no MPI, does not communicate,
+    and stays readable if the checkpoint is replaced or deleted meanwhile. Each array is
+    verified as it is read. ``print(reader)`` lists them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open a checkpoint.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            CheckpointError: if the manifest is damaged, or the array file is missing or
+                has a different size.
+        """
+        self._path = os.fspath(path)
+        seen = None
+        while True:
+            self._manifest = manifest = manifests.read_manifest(self._path)
+            self._array_path = os.path.join(self._path, manifest.file)
+            try:
+                # Open from now on: it stays when the checkpoint is replaced.
+                self._fd = manifests.open_regular(self._array_path)
+                break
+            except FileNotFoundError:
+                # Replaced between the two reads? Then there is a new manifest.
+                if manifest == seen:
+                    raise damaged_checkpoint(
+                        f"{self._array_path} is missing, but {MANIFEST} beside it "
+                        "names it: a part of the checkpoint was deleted or not copied"
+                    ) from None
+                seen = manifest
+        weakref.finalize(self, os.close, self._fd)
+        size = os.fstat(self._fd).st_size
+        if size != manifest.rest.end:
+            raise damaged_checkpoint(
+                f"{self._array_path} is damaged: expected {manifest.rest.end} bytes, "
+                f"got {size}"
+            )
+
+    def __getitem__(self, name: str) -> HostArray:
+        part = self._manifest.arrays.get(name)
+        if part is None:
+            names = ", ".join(map(repr, self)) or "nothing"
+            raise KeyError(
+                f"{name!r} is not among the arrays of {self._path!r}: {names}"
+            )
+        try:
+            dtype = guests.dtype_of(part.dtype)
+        except TypeError as error:
+            at = os.path.join(self._path, MANIFEST)
+            raise CheckpointError(f"{at}: array {name!r}: {error}") from None
+        if part.nbytes != math.prod(part.shape) * dtype.itemsize:
+            raise manifests.malformed(
+                self._path,
+                f"the entry ['arrays'][{name!r}] is {part.dtype} {part.shape}, of "
+                f"{part.nbytes} bytes",
+            )
+        x = np.empty(part.shape, dtype)
+        self._verify(part, f"array {name!r}", backend.as_bytes(x).data)
+        return x
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.arrays)
+
+    def __len__(self) -> int:
+        return len(self._manifest.arrays)
+
+    def __repr__(self) -> str:
+        manifest = self._manifest
+        nbytes = sum(part.nbytes for part in manifest.arrays.values())
+        saved_at = time.localtime(manifest.saved_at_ns / 1e9)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", saved_at)
+        return (
+            f"<mpidist.CheckpointReader of {self.path!r}: {len(self)} arrays of "
+            f"{nbytes:,} bytes, {len(manifest.states)} states, saved on "
+            f"{self.num_replicas} replicas at {when}>"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        for name, part in self._manifest.arrays.items():
+            lines.append(f"  {name}: {part.dtype} {part.shape}")
+        for name, values in self._manifest.states.items():
+            several = f", one for each of {len(values)}" if len(values) > 1 else ""
+            lines.append(f"  {name}: state{several}")
+        return "\n".join(lines)
+
+    @property
+    def path(self) -> str:
+        """The directory that it is read from."""
+        return self._path
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that saved it."""
+        return self._manifest.replicas
+
+    @property
+    def states(self) -> dict[str, tuple[State, ...]]:
+        """The states by name: one, or one for each replica if they differed.
+
+        Tensors of torch and JAX are NumPy arrays if the library was not imported.
+        """
+        tensor = state_json.tensors_from(self.__getitem__)
+        return {
+            name: tuple(state_json.unpack(value, tensor) for value in values)
+            for name, values in self._manifest.states.items()
+        }
+
+    def verify(self) -> None:
+        """Read everything, and verify all checksums.
+
+        Raises:
+            CheckpointError: if something is damaged; the message names the file and the
+                array.
+        """
+        for name, part in self._manifest.arrays.items():
+            self._verify(part, f"array {name!r}")
+        self._verify_rest()
+
+    def _verify_rest(self) -> None:
+        self._verify(self._manifest.rest, "the part after all arrays")
+
+    def _verify(self, part: Part, what: str, into: memoryview = _NOTHING) -> None:
+        found = _checksum(self._fd, part.start, part.end, into)
+        if found != part.crc32:
+            raise damaged_checkpoint(
+                f"{self._array_path} is damaged: {what} has the checksum {found}, and "
+                f"{part.crc32} in the manifest. Restore another checkpoint"
+            )
+
+
+def manifest_of(reader: CheckpointReader) -> Manifest:
+    """Return the manifest of an open checkpoint."""
+    return reader._manifest
+
+
+def read_arrays(reader: CheckpointReader, names: Iterable[str]) -> dict[str, HostArray]:
+    """Return some arrays, after verifying them, and what the file has after all."""
+    reader._verify_rest()
+    return {name: reader[name] for name in names}
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+    """Open a checkpoint to read its arrays, without MPI. Not collective.
+
+    Args:
+        path: the path of the directory.
+
+    Returns:
+        A mapping of names to NumPy arrays; ``dict(load_checkpoint(path))`` reads all.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointError: if it is damaged.
+    """
+    return CheckpointReader(path)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from mpidist._values.variable import Variable, array_of, storage_of
 
 _MOST_NAMED: Final = 5  # arrays, or ranks, in a message
 _DIGEST_BYTES: Final = 16
+_K = TypeVar("_K")
 _logger: Final = logging.getLogger("mpidist")
 # Of which parameters rank 0 has said that they differ, with the call.
 _told: Final[weakref.WeakKeyDictionary[ReplicaGroup, set[tuple[str, ...]]]] = (
@@ -91,9 +93,9 @@ def _check_variables(group: ReplicaGroup, leaves: list[Nest]) -> None:
 @dispatch.operation("check_in_sync")
 def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     text = ", ".join(f"{v.name!r} #{storage_of(v).key[0]}" for v in variables)
-    digests = [digest(array_of(variable)) for variable in variables]
+    digests = {variable: digest(array_of(variable)) for variable in variables}
     found = find_differences(group, Call(f"check_in_sync({text})"), digests)
-    messages = [_describe(group, variables[d.number], d) for d in found[:_MOST_NAMED]]
+    messages = [_describe(group, *pair) for pair in [*found.items()][:_MOST_NAMED]]
     head = "check_in_sync: the copies of a mirrored variable differ:"
     advice = (
         "Find what changed them. Rank 0's copy for all: `variable.assign("
@@ -114,15 +116,14 @@ def compare_arrays(
         arrays = [backend.as_array(x, call)[0] for x in named.values()]
         if group.num_replicas == 1:
             return
-        digests = [digest(x) for x in arrays]
+        digests = {name: digest(x) for name, x in zip(named, arrays, strict=True)}
     described = [
         f"{name!r}: {backend.describe(x)}"
         for name, x in zip(named, arrays, strict=True)
     ]
     text = f"{call} of {{{', '.join(described)}}}"
     found = find_differences(group, Call(text), digests)
-    names = list(named)
-    lines = [f"  {names[d.number]!r} {d}" for d in found[:_MOST_NAMED]]
+    lines = [f"  {name!r} {found[name]}" for name in [*found][:_MOST_NAMED]]
     head = f"{call}: tensors differ between ranks:"
     _report(group, head, lines, len(found), "tensors", advice)
 
@@ -181,15 +182,13 @@ def compare_in_step(
 
 
 class Difference(NamedTuple):
-    """An array whose copies differ.
+    """Which copies of an array differ.
 
     Attributes:
-        number: of the array among those that were compared.
         drifted: the ranks whose copies are not the most frequent one.
         agreeing: the other ranks.
     """
 
-    number: int
     drifted: list[int]
     agreeing: list[int]
 
@@ -205,22 +204,26 @@ def digest(array: Array) -> bytes:
 
 
 def find_differences(
-    group: ReplicaGroup, call: Call, digests: list[bytes]
-) -> list[Difference]:
-    """Compare the digests of arrays; return the arrays that differ. Collective."""
-    if group.guard.agree_and_compare(call, fingerprint_of(*digests)):
-        return []
-    rows = group.communicator.all_gather_objects(b"".join(digests))
-    found = []
-    for i in range(len(digests)):
-        part = slice(i * _DIGEST_BYTES, (i + 1) * _DIGEST_BYTES)
-        column = [row[part] for row in rows]
-        usual = max(column, key=column.count)  # in a tie, the first
-        drifted = [rank for rank, one in enumerate(column) if one != usual]
-        if drifted:
-            agreeing = [rank for rank in range(len(rows)) if rank not in drifted]
-            found.append(Difference(i, drifted, agreeing))
-    return found
+    group: ReplicaGroup, call: Call, digests: Mapping[_K, bytes | int]
+) -> dict[_K, Difference]:
+    """Compare digests, of the same names on all ranks; return what differs.
+
+    Collective: one header if nothing does.
+    """
+    own = [*digests.values()]
+    if group.guard.agree_and_compare(call, fingerprint_of(*own)):
+        return {}
+    data = group.communicator.all_gather_objects(pickle.dumps(own))
+    columns = zip(*map(pickle.loads, data), strict=True)
+    found = {name: difference_in(x) for name, x in zip(digests, columns, strict=True)}
+    return {name: x for name, x in found.items() if x.drifted}
+
+
+def difference_in(column: Sequence[object]) -> Difference:
+    """Return the ranks whose values are not the most frequent; in a tie, the first."""
+    usual = max(column, key=column.count)
+    drifted = [rank for rank, one in enumerate(column) if one != usual]
+    return Difference(drifted, [r for r in range(len(column)) if r not in drifted])
 
 
 def _describe(group: ReplicaGroup, variable: Variable, difference: Difference) -> str:

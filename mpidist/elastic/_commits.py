@@ -216,5 +216,4 @@ def put(
 
 def _named(saved: Values) -> set[str]:
     """Return the names of the arrays that states have."""
-    everything = [value for values in saved.values() for value in values]
-    return {name for value in everything for name in state_json.array_names(value)}
+    return {*state_json.array_names(x for values in saved.values() for x in values)}

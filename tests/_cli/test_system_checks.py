@@ -13,11 +13,10 @@ import sys
 import pytest
 from launching import run_ranks
 
-from mpidist._base import gpus as gpus_module
+from mpidist._cli import system_checks
 from mpidist._cli.folder_check import check_folder, file_system
 from mpidist._cli.job import Job
 from mpidist._cli.outcomes import CheckFailedError, Note, attempt
-from mpidist._cli.system_checks import SystemChecks, loaded_libraries
 
 FAULTS = """
 import ctypes, os, platform, sys, time
@@ -122,30 +121,29 @@ def test_a_folder_that_is_missing(tmp_path):
 def test_gpus_that_ranks_share(monkeypatch):
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     job = Job()
-    checks = SystemChecks(job)
     gpus = [0, "CuPy is not installed"]
-    monkeypatch.setattr(gpus_module, "count_gpus", lambda: gpus)
-    assert checks.gpus().startswith("none: Cu")
+    monkeypatch.setattr(system_checks, "count_gpus", lambda: gpus)
+    assert system_checks.gpus(job).startswith("none: Cu")
     gpus[:] = 2, ""
-    assert checks.gpus() == "2, for 1 ranks of a node"
+    assert system_checks.gpus(job) == "2, for 1 ranks of a node"
     job.local_size = 4
-    found = checks.gpus()
+    found = system_checks.gpus(job)
     assert found.text.startswith("4 ranks on a node with 2 GPUs: ranks share them")
     assert found.advice == "start 2 ranks on each node"
 
 
 def test_a_limit_of_open_files_that_is_too_low(monkeypatch):
     job = Job()
-    assert isinstance(SystemChecks(job).open_files(), str)
+    assert isinstance(system_checks.open_files(job), str)
     job.local_size = job.size = 10**7
-    found = SystemChecks(job).open_files()
+    found = system_checks.open_files(job)
     assert re.fullmatch(r"\d+ for each process; .* 40000032, which is more", found.text)
     assert found.advice.startswith("`ulimit -n 40000032` before mpirun")
 
 
 def test_an_mpirun_of_another_mpi(tmp_path, monkeypatch):
-    checks = SystemChecks(Job())
-    vendor = Job().mpi.get_vendor()[0]
+    job = Job()
+    vendor = job.mpi.get_vendor()[0]
     other = {"Open MPI": "HYDRA build details:", "MPICH": "mpirun (Open MPI) 5.0"}
     if vendor not in other:
         pytest.skip(f"of {vendor} the other launcher is not known")
@@ -153,11 +151,11 @@ def test_an_mpirun_of_another_mpi(tmp_path, monkeypatch):
     mpirun.write_text(f"#!/bin/sh\necho '{other[vendor]}'\n")
     mpirun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = checks.libraries()
+    found = system_checks.libraries(job)
     assert isinstance(found, Note)
     assert found.text.startswith(f"mpi4py uses {vendor}, and {mpirun}, the first on")
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":/usr/bin:/bin")
-    assert isinstance(checks.libraries(), str)
+    assert isinstance(system_checks.libraries(job), str)
 
 
 def test_libraries_of_a_process(tmp_path):
@@ -169,9 +167,12 @@ def test_libraries_of_a_process(tmp_path):
     row = "7f00-7f01 r-xp 00000000 08:01 1 {}\n"
     names = [first, tmp_path / "libmpi.so", "/usr/lib/libmpi_cxx.so.40", "[heap]"]
     maps.write_text("".join(row.format(name) for name in names))
-    assert loaded_libraries(maps) in ([str(first)], [str(tmp_path / "libmpi.so")])
+    assert system_checks.loaded_libraries(maps) in (
+        [str(first)],
+        [str(tmp_path / "libmpi.so")],
+    )
     maps.write_text("".join(row.format(name) for name in (first, second)))
-    assert loaded_libraries(maps) == [str(first), str(second)]
+    assert system_checks.loaded_libraries(maps) == [str(first), str(second)]
 
 
 def test_kinds_of_file_systems():
