@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidist._cli import run_command
-from mpidist._cli.units import show_seconds, show_size
+from mpidist._cli.bench_timing import show_seconds, show_size
 
 CASES = ("all_reduce", "all_gather", "merge_call", "strategy")
 

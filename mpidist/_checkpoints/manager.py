@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mpidist._base.errors import CheckpointError
 from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_attributes, explain_keywords
-from mpidist._checkpoints import background, manifest, replace, storage
+from mpidist._checkpoints import manifest, replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 from mpidist._checkpoints.saved_objects import as_path
 from mpidist._checkpoints.storage import CheckpointReader, manifest_of
@@ -79,7 +79,7 @@ class CheckpointManager:
             "write `CheckpointManager(mpidist.Checkpoint(weights=weights), directory)`",
         )
         call = objects_of(checkpoint).call("CheckpointManager")
-        background.finish(call)
+        call.wait_for_save()
 
         def check() -> str:
             _check_arguments(
@@ -198,7 +198,7 @@ class CheckpointManager:
             least = self._interval if check_interval else 1
             if last is not None and step - last < (least or 1):
                 return None
-        background.finish(call)
+        call.wait_for_save()
         self._make_own_directory()
         number = self._highest + 1
         if checkpoint_number is not None:

@@ -33,7 +33,6 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import threads
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
-from mpidist._checkpoints import background
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
 from mpidist._checkpoints.manager import CheckpointManager
 
@@ -193,7 +192,7 @@ class PreemptionCheckpointHandler:
         if state != _TIME_IS_UP:
             return
         try:
-            background.finish(call)
+            call.wait_for_save()
         except Exception as error:  # of an earlier save; this one may succeed
             if call.guard.broken:
                 raise
@@ -201,7 +200,7 @@ class PreemptionCheckpointHandler:
             call.on_rank_0(lambda: warnings.warn(text, RuntimeWarning, stacklevel=2))
         save = self._config.save_fn or self._manager.save
         call.together(lambda: save(*args, **kwargs), scope=False)
-        background.finish(call)
+        call.wait_for_save()
         call.on_rank_0(_tell_the_batch_script)
         self._told_at = None
         if self._config.exit_fn is not None:

@@ -4,7 +4,7 @@ Saving: find the items; agree that all ranks have the same; read their values (w
 collective for some: an ON_READ variable is aggregated, an iterator may communicate);
 check that the copies of mirrored variables and of parameters are equal, and which
 states are equal; then rank 0 writes to its path while the others wait for its result,
-or, with ``wait=False``, for a copy, which a thread of it writes (`background`).
+or, with ``wait=False``, for a copy, which a thread of it writes.
 
 Restoring: find the items; agree; rank 0 reads everything, verifies it, and checks that
 it matches the objects, while the others wait. The rest is in `restoring`.
@@ -27,14 +27,17 @@ from mpidist._base import backend
 from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import DType, HostArray, Shape
 from mpidist._checkpoints import (
-    background,
     contents,
     exchange,
     replace,
     restoring,
     storage,
 )
-from mpidist._checkpoints.collective_call import CollectiveCall
+from mpidist._checkpoints.collective_call import (
+    CollectiveCall,
+    Write,
+    wait_for_threads,
+)
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, StateItem, VariableItem
 from mpidist._checkpoints.state_json import Packed, Stored, host_copy
@@ -116,7 +119,7 @@ class SavedObjects:
         """
         details += "" if wait else ", wait=False"
         call, items, target = self._begin(name, path, details)
-        thread: background.Write[int] | None = None
+        thread: Write | None = None
 
         def write(arrays: Mapping[str, Stored], after: int) -> int:
             saved_at = max(time.time_ns(), after + 1)
@@ -133,11 +136,11 @@ class SavedObjects:
             arrays = _joined(name, variables, tensors)
             storage.check_format(arrays, file_format)
             if wait:
-                background.wait_for_threads()
+                wait_for_threads()
                 return str(target), around(functools.partial(write, arrays))
             copies = {array: _copy(x) for array, x in arrays.items()}
             work = functools.partial(around, functools.partial(write, copies))
-            thread = background.Write(str(target), work)
+            thread = Write(str(target), work)
             return str(target), None
 
         with call.guard.span(name):
@@ -149,7 +152,7 @@ class SavedObjects:
                 if wait:
                     ended(saved_at)
         if not wait:
-            background.note(call.group, thread, ended)
+            call.note_save(thread, ended)
         return used
 
     def read(
@@ -207,7 +210,7 @@ class SavedObjects:
 
     def finish(self, name: str) -> None:
         """Wait for a save with ``wait=False``. Collective."""
-        background.finish(self.call(name))
+        self.call(name).wait_for_save()
 
     def call(self, name: str) -> CollectiveCall:
         """Return a call by the ranks that save these objects together."""
@@ -240,7 +243,7 @@ class SavedObjects:
     ) -> tuple[CollectiveCall, list[Item], str | None]:
         """Find the items; check that all ranks have the same."""
         call, items = self._find(name, "later" if optional else "refuse")
-        background.finish(call)
+        call.wait_for_save()
         target = call.attempt(lambda: as_path(path, name, optional))
         call.agree(f" of {{{', '.join(map(str, items))}}}{details}")
         return call, items, target

@@ -13,8 +13,7 @@ import numpy as np
 
 import mpidist
 from mpidist._base.types import HostArray
-from mpidist._cli.bench_timing import Bench, Row
-from mpidist._cli.units import show_size
+from mpidist._cli.bench_timing import Bench, Row, show_size
 
 _NESTS: Final = ((20, 2**10), (100, 2**20))  # arrays, and bytes of each
 _ANSWER: Final = 42

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from mpidist._cli.bench_cases import CASES, Case
-from mpidist._cli.bench_timing import Bench, Row
+from mpidist._cli.bench_timing import Bench, Row, parse_size, show_seconds, show_size
 from mpidist._cli.facts import machine_facts, software_facts, transport_facts
 from mpidist._cli.job import Job
 from mpidist._cli.speaking import Parser, for_argparse, positive_seconds, say
-from mpidist._cli.units import parse_size, show_seconds, show_size
 
 ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
 FORMAT: Final = "mpidist-bench"

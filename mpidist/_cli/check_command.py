@@ -28,15 +28,7 @@ from mpidist._cli.facts import (
     transport_facts,
 )
 from mpidist._cli.folder_check import check_folder
-from mpidist._cli.job import Job
-from mpidist._cli.outcomes import (
-    BUG,
-    FAILED,
-    OK,
-    CheckFailedError,
-    Note,
-    attempt,
-)
+from mpidist._cli.job import BUG, FAILED, OK, CheckFailedError, Job, Note, attempt
 from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
 from mpidist._mpi import versions
 from mpidist._mpi.library import query_cuda_support

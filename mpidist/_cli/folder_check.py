@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist._cli.job import Job
-from mpidist._cli.outcomes import CheckFailedError, Note
+from mpidist._cli.job import CheckFailedError, Job, Note
 
 _ROUNDS: Final = 30
 _BLOCK: Final = 64 * 2**10

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from mpidist._base.gpus import count_gpus
-from mpidist._cli.job import Job, UsageError
-from mpidist._cli.outcomes import CheckFailedError, Note
+from mpidist._cli.job import CheckFailedError, Job, Note, UsageError
 from mpidist._cli.placement import (
     launcher_facts,
     open_file_use,

@@ -13,9 +13,15 @@ from launching import run_ranks
 from mpidist import _cli
 from mpidist._cli import bench_command
 from mpidist._cli.bench_cases import CASES
-from mpidist._cli.bench_timing import Bench, Row, Timing
+from mpidist._cli.bench_timing import (
+    Bench,
+    Row,
+    Timing,
+    parse_size,
+    show_seconds,
+    show_size,
+)
 from mpidist._cli.job import Job, UsageError, WrongResultError
-from mpidist._cli.units import parse_size, show_seconds, show_size
 
 TIMEOUT = 200.0
 MIB = 2**20

@@ -15,8 +15,7 @@ from launching import run_ranks
 
 from mpidist._cli import system_checks
 from mpidist._cli.folder_check import check_folder, file_system
-from mpidist._cli.job import Job
-from mpidist._cli.outcomes import CheckFailedError, Note, attempt
+from mpidist._cli.job import CheckFailedError, Job, Note, attempt
 
 FAULTS = """
 import ctypes, os, platform, sys, time
