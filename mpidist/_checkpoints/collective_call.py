@@ -163,12 +163,7 @@ _writes: Final[threads.ReplicaLocal[list[Write]]] = threads.ReplicaLocal(list)
 
 
 class Write:
-    """A thread of rank 0 that writes a checkpoint.
-
-    Args:
-        path: where to.
-        write: writes it, and returns what all ranks get.
-    """
+    """A thread of rank 0 that writes a checkpoint to a path: it calls ``write``."""
 
     def __init__(self, path: str, write: Callable[[], int]) -> None:
         self._path = path

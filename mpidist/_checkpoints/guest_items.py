@@ -24,12 +24,7 @@ _MOST_LINES = 5
 
 
 class Held:
-    """A plain value or a pytree, at its place in a dictionary.
-
-    Args:
-        holder: the dictionary.
-        name: its key.
-    """
+    """A plain value or a pytree, at its place in a dictionary, under a name."""
 
     def __init__(self, holder: MutableMapping[str, Any], name: str) -> None:
         self._holder, self._name = holder, name

@@ -282,11 +282,7 @@ class CheckpointManager:
 
 
 def _scan(directory: str, prefix: str | None) -> tuple[list[_Entry], int]:
-    """Find the checkpoints in a directory, and verify the newest.
-
-    Args:
-        directory: the directory, as an absolute path.
-        prefix: of the names of those of a manager; None: all checkpoints.
+    """Find the checkpoints of a manager, or all, and verify the newest.
 
     Returns:
         The complete checkpoints, in the order of saving, and the highest number in use.

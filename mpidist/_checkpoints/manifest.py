@@ -107,10 +107,7 @@ def write_manifest(path: str, manifest: Manifest) -> None:
 
 
 def read_manifest(path: str) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    Args:
-        path: the path of the checkpoint's directory.
+    """Return the manifest of the checkpoint in a directory.
 
     Raises:
         FileNotFoundError: if there is none.

@@ -60,11 +60,7 @@ although there is one state, and the dtypes and shapes of all their arrays."""
 
 
 class SavedObjects:
-    """The objects of a `Checkpoint`.
-
-    Args:
-        objects: the objects, by name. Others may be added to ``by_name`` later.
-    """
+    """The objects of a `Checkpoint`, by name."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.by_name: dict[str, Any] = dict(objects)

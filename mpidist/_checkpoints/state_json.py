@@ -73,12 +73,7 @@ class Packed:
 
 
 def pack(state: State, name: str, where: str) -> Packed:
-    """Return a state as JSON and arrays, which `unpack` converts back.
-
-    Args:
-        state: the state.
-        name: the beginning of the names of its arrays.
-        where: the call, for the message.
+    """Return a state as JSON and arrays, whose names begin with ``name``.
 
     Raises:
         TypeError: if the state has an object of another type.
@@ -166,11 +161,7 @@ class _Packer:
 
 
 def unpack(value: Json, tensor: OnTensor) -> State:
-    """Return the state that `pack` has encoded.
-
-    Args:
-        value: the JSON.
-        tensor: called for each array that was taken out.
+    """Return the state that `pack` has encoded; ``tensor`` returns its arrays.
 
     Raises:
         Exception: of any kind, if `pack` does not return such a value.
@@ -194,18 +185,16 @@ def unpack(value: Json, tensor: OnTensor) -> State:
     return decode(value)
 
 
-def tensors_from(read: Callable[[str], HostArray]) -> OnTensor:
+def tensors_from(read: Callable[[str], HostArray], *, imports: bool = True) -> OnTensor:
     """Return what `unpack` calls for each tensor: it takes the memory of an array.
 
-    Without the library of the tensor in the program it is the array.
-
-    Args:
-        read: returns the array of a name.
+    Without ``imports`` the tensor of a library that the program does not use is an
+    array of NumPy.
     """
 
     def tensor(library: str, name: str, device: str) -> State:
         x, kind = read(name), _LIBRARIES[library]
-        if kind is None or guests.library(kind) is None:
+        if kind is None or not (imports or guests.library(kind)):
             return x
         return guests.from_stored(x, kind, device)
 

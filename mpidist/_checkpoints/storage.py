@@ -72,18 +72,9 @@ def write_checkpoint(
     file_format: FileFormat,
     saved_at_ns: int,
 ) -> None:
-    """Write the files of a checkpoint, and synchronise them to disk.
+    """Write the files of a checkpoint to an empty directory, and synchronise them.
 
     There is never a second copy of all arrays.
-
-    Args:
-        directory: the path of an empty directory.
-        number: the number in the name of the array file.
-        arrays: all arrays, by name: those of variables, and those of the states.
-        states: the states, by name.
-        replicas: the number of replicas.
-        file_format: the format of the array file.
-        saved_at_ns: the time, for the manifest.
     """
     name = f"arrays-{number}.{file_format}"
     parts: dict[str, Part] = {}
@@ -285,7 +276,7 @@ class CheckpointReader(collections.abc.Mapping[str, HostArray]):
 
         Tensors of torch and JAX are NumPy arrays if the library was not imported.
         """
-        tensor = state_json.tensors_from(self.__getitem__)
+        tensor = state_json.tensors_from(self.__getitem__, imports=False)
         return {
             name: tuple(state_json.unpack(value, tensor) for value in values)
             for name, values in self._manifest.states.items()

@@ -66,12 +66,7 @@ def _parser() -> Parser:
 
 
 def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
-    """Run `mpidist bench` with these arguments; return the exit code. Collective.
-
-    Args:
-        arguments: the command line.
-        cases: the benchmarks, by name.
-    """
+    """Run `mpidist bench` with these arguments; return the exit code. Collective."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
     unknown = [name for name in given.names if name not in cases]

@@ -25,11 +25,7 @@ Facts: TypeAlias = dict[str, Any]
 
 
 def software_facts(mpi: ModuleType) -> dict[str, str]:
-    """Return names and versions. Not collective.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-    """
+    """Return names and versions. Not collective."""
     name, version = mpi.get_vendor()
     return {
         "mpidist": mpidist.__version__,
@@ -100,11 +96,7 @@ def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
 
 
 def core_facts(missing: Sequence[str]) -> Facts:
-    """Return which ranks lack the native core, why, and what to do.
-
-    Args:
-        missing: for each rank, why it lacks the core; "" if it has it.
-    """
+    """Return which ranks lack the native core, given why each does (or "")."""
     lacking = [rank for rank, why in enumerate(missing) if why]
     if not lacking:
         return {"missing_on": [], "text": "present", "advice": ""}
@@ -126,9 +118,6 @@ def gpu_facts() -> Facts:
 
 def describe_stranger(size: int) -> str:
     """Return a message if the launcher started ranks that MPI does not know of.
-
-    Args:
-        size: the number of ranks that MPI knows.
 
     Returns:
         The message; "" if MPI knows all ranks.

@@ -82,12 +82,7 @@ def check_folder(job: Job, path: str) -> str | Note:
 
 
 def file_system(path: str, mounts: Sequence[str]) -> str:
-    """Return the kind of file system that a path is on, such as "ext4".
-
-    Args:
-        path: absolute, without links.
-        mounts: the lines of ``/proc/self/mounts``.
-    """
+    """Return the kind of file system of a path, given ``/proc/self/mounts``."""
     found = ("", "unknown")
     for line in mounts:
         _, where, kind, *_ = line.split()

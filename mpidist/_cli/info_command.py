@@ -76,11 +76,7 @@ def info(arguments: Sequence[str]) -> int:
 
 
 def facts_of_job(device: str) -> Facts:
-    """Return all facts, on all ranks. Collective.
-
-    Args:
-        device: the device of the strategy that is created to find out.
-    """
+    """Return all facts, and of a strategy on a device, on all ranks. Collective."""
     job = Job()
     mine: Facts = {
         "rank": job.rank,

@@ -75,10 +75,7 @@ class Job:
         self.comm.Free()
 
     def require(self, problem: str | None) -> None:
-        """Raise on all ranks if any rank found a problem. Collective.
-
-        Args:
-            problem: what the user has to change, or None.
+        """Raise on all ranks if any rank found a problem to mend. Collective.
 
         Raises:
             UsageError: if there is a problem: that of the lowest rank.
@@ -144,13 +141,7 @@ class Outcome:
 
 
 def attempt(job: Job, name: str, check: Callable[[], str | Note]) -> Outcome:
-    """Make a check on all ranks; return the same outcome on all. Collective.
-
-    Args:
-        job: the ranks.
-        name: of the check.
-        check: returns what it found, which may be a `Note`; or raises.
-    """
+    """Make a check on all ranks; return the same outcome on all. Collective."""
     try:
         found = check()
         if isinstance(found, Note):

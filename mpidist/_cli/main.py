@@ -49,11 +49,7 @@ _EXIT_WRONG: Final = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; return the exit code. Collective.
-
-    Args:
-        arguments: the command line, without the name of the program.
-    """
+    """Run the command line; return the exit code. Collective."""
     name = "mpidist"
     try:
         parser = Parser("", _DESCRIPTION)

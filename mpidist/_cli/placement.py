@@ -117,11 +117,7 @@ def _limit_of(folder: Path) -> list[float]:
 
 
 def cores_text(ranks: Sequence[Facts]) -> str:
-    """Return the cores of a node that the job has, in words.
-
-    Args:
-        ranks: of the ranks of one node.
-    """
+    """Return the cores of a node that the job has there, given those of each rank."""
     machine = ranks[0]["machine"]
     allowed = len({core for one in ranks for core in one["allowed"]})
     limits = [(allowed, "its ranks may run on no others")]

@@ -163,10 +163,7 @@ def _problem_of(program: str) -> str:
 
 
 def check_elastic(version: str) -> None:
-    """Check that an mpirun can outlive ranks.
-
-    Args:
-        version: what it prints about its version.
+    """Check that the mpirun that prints this version can outlive ranks.
 
     Raises:
         UsageError: if it cannot.
@@ -215,13 +212,7 @@ def _program_of(mpirun: str) -> str:
 def settings(
     num_ranks: int, version: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables to add, for ranks on this machine.
-
-    Args:
-        num_ranks: how many.
-        version: what mpirun prints about its version.
-        environment: what is set already, and stays as it is.
-    """
+    """Return the variables to add to an environment, for ranks on this machine."""
     cores = count_cores()
     in_batch_job = any(name in environment for name in _BATCH_JOBS)
     added = dict.fromkeys(THREADS, str(max(1, cores // num_ranks)))

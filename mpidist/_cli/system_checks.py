@@ -182,13 +182,10 @@ def _sum(sizes: Sequence[int]) -> str:
 
 
 def _why_apart(node: str) -> str:
-    """Return why MPI may not know which ranks are on one node, and what to do.
+    """Return why MPI may not know which ranks are on SLURM's node, and what to do.
 
     Open MPI learns from SLURM, by PMIx, who else is on its host, and asks for it by the
     name of the host.
-
-    Args:
-        node: the name that SLURM has for this node; "" if unknown.
     """
     host = os.uname().nodename.partition(".")[0]
     if node and node.partition(".")[0] != host:
@@ -204,11 +201,7 @@ def _why_apart(node: str) -> str:
 
 
 def loaded_libraries(maps: Path) -> list[str]:
-    """Return the files of MPI libraries that are loaded into a process.
-
-    Args:
-        maps: its ``/proc/PID/maps``.
-    """
+    """Return the files of MPI libraries that a process has loaded, by its maps."""
     paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
     found = {path for path in paths if _LIBRARY_NAME.search(path)}
     return sorted({os.path.realpath(path): path for path in found}.values())

@@ -46,8 +46,9 @@ def test_every_flipped_byte_is_found_and_named(tmp_path, format):
                 for name, part in parts.items()
                 if part["start"] <= position < part["end"]
             ]
-            if named and file.suffix != ".json":
-                assert f"array '{named[0]}'" in str(caught.value)
+            if file.suffix != ".json":  # also in headers, and at the end
+                what = f"array '{named[0]}'" if named else "the part after all arrays"
+                assert what in str(caught.value)
             if position % 50 == 0:
                 with pytest.raises(mpidist.CheckpointError):
                     checkpoint.restore(path)
@@ -128,25 +129,6 @@ def test_what_is_there_is_listed_if_there_is_no_checkpoint(tmp_path):
         assert f"mpidist.latest_checkpoint('{tmp_path / 'run'}')" in text
     with pytest.raises(FileNotFoundError, match=r"manifest.json there\. A relative"):
         mpidist.load_checkpoint(tmp_path)
-
-
-def test_a_header_of_the_array_file_is_found_and_named_too(tmp_path):
-    v = mpidist.Variable([1.0, 2.0])
-    checkpoint = mpidist.Checkpoint(v=v, w=mpidist.Variable(3))
-    checkpoint.save(tmp_path / "a")
-    file = tmp_path / "a" / "arrays-1.npz"
-    good = file.read_bytes()
-    for where, what in (
-        (good.index(b"PK\3\4"), "array 'v'"),
-        (good.index(b"NUMPY"), "array 'v'"),
-        (good.rindex(b"NUMPY"), "array 'w'"),
-        (good.index(b"PK\1\2"), "the part after all arrays"),
-        (good.index(b"PK\5\6"), "the part after all arrays"),
-    ):
-        file.write_bytes(good[:where] + b"x" + good[where + 1 :])
-        with pytest.raises(mpidist.CheckpointError, match=what) as caught:
-            checkpoint.restore(tmp_path / "a")
-        assert caught.value.damaged
 
 
 EVIL = [

@@ -76,6 +76,10 @@ def on_ranks(tmp_path_factory):
         (["info", "--help"], ["--json", "--device", "mpirun -n 4 mpidist info"]),
         (["check", "--help"], ["--timeout", "srun", "Exits 0"]),
         (["bench", "--help"], [*CASES, "--sizes", "--quick"]),
+        (
+            ["sbatch", "--help"],
+            ["mpidist sbatch [OPTIONS] [-- COMMAND [ARGUMENT ...]]", "--preemptible"],
+        ),
     ],
 )
 def test_help(arguments, texts, capsys):

@@ -115,11 +115,3 @@ def test_bad_arguments(arguments, message):
     with pytest.raises(UsageError) as caught:
         sbatch_command.sbatch(arguments)
     assert message in str(caught.value)
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        _cli.main(["sbatch", "--help"])
-    out = capsys.readouterr().out
-    assert out.startswith("usage: mpidist sbatch [OPTIONS] [-- COMMAND [ARGUMENT ...]]")
-    assert "--preemptible" in out
