@@ -106,17 +106,6 @@ def test_a_per_replica_of_one_is_an_array(default):
         pickle.dumps(x)
 
 
-def test_merge_call_in_run_and_run_in_merge_call(default):
-    def merge_fn(strategy, x):
-        doubled = strategy.run(lambda x: 2 * x, args=(x,))
-        return strategy.reduce("SUM", doubled, axis=None)
-
-    result = default.run(
-        lambda: mpidist.get_replica_context().merge_call(merge_fn, args=(21,))
-    )
-    assert own(result) == 42
-
-
 def test_all_reduce_returns_the_input(default):
     context = mpidist.get_replica_context()
     x = np.array([[1, 2], [3, 4]], np.int32)
@@ -134,19 +123,6 @@ def test_all_reduce_returns_the_input(default):
         context.all_reduce("MAXIMUM", x)
     with pytest.raises(TypeError, match="asarray"):
         context.all_reduce("SUM", "text")
-
-
-def test_extended(default):
-    v = mpidist.Variable([1.0, 2.0])
-    value = default.run(lambda: np.ones(2))
-    reduced = default.extended.reduce_to("SUM", value, v)
-    assert isinstance(reduced, mpidist.Mirrored)
-    (again,) = default.extended.batch_reduce_to("MEAN", [(value, value)])
-    np.testing.assert_array_equal(again, [1.0, 1.0])
-    default.extended.update(v, lambda v, g: v.assign_sub(g), args=(reduced,))
-    np.testing.assert_array_equal(v, [0.0, 1.0])
-    assert default.extended.broadcast_to(3, v) == 3
-    np.testing.assert_array_equal(default.extended.broadcast_to(np.ones(2), v), [1, 1])
 
 
 def test_library_code_that_merges_works_without_a_strategy(default):
@@ -199,15 +175,6 @@ def test_scope(default):
         v.assign(3.0)
     assert mpidist.get_replica_context() is not None
     assert float(v) == 3.0
-
-
-def test_it_is_not_copied(default):
-    import copy
-    import pickle
-
-    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="cannot be pickled or copied"):
-            attempt(default)
 
 
 PROGRAM = """

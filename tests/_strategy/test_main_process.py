@@ -78,11 +78,6 @@ def test_generators_of_ranks_are_independent(strategy, rank, size):
             mpidist.seed_all(seed)
 
 
-def test_the_resolver_is_one_object(strategy):
-    assert strategy.cluster_resolver is strategy.cluster_resolver
-    assert mpidist.get_strategy().cluster_resolver is None
-
-
 def test_reduce_without_an_axis(strategy, rank, size):
     losses = strategy.run(lambda: 1.0)
     for message in raises_everywhere(TypeError, lambda: strategy.reduce("SUM", losses)):

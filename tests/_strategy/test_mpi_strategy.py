@@ -1,5 +1,8 @@
 """Making, closing and mixing strategies."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from replicas import split
@@ -124,8 +127,10 @@ def test_bad_arguments_on_one_rank(strategy, rank, size):
 
 def test_what_a_strategy_says_of_itself(strategy, rank, size):
     assert f"replica {rank} of {size}, on /rank:{rank}/device:" in repr(strategy)
-    with pytest.raises(TypeError, match="cannot be pickled or copied"):
-        __import__("copy").copy(strategy)
+    for one in (strategy, mpidist.get_strategy()):
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be pickled or copied"):
+                attempt(one)
 
 
 def test_statistics(new_strategy, size):
