@@ -54,17 +54,15 @@ class Job:
         self.size: int = self.comm.Get_size()
         place = machine.node_id(self.mpi.Get_processor_name())
         places: list[str] = self.comm.allgather(place)
-        firsts = [places.index(place) for place in places]
-        self.first_ranks: list[int] = sorted(set(firsts))
-        self.nodes: int = len(self.first_ranks)
-        self.node_of: list[int] = [self.first_ranks.index(first) for first in firsts]
+        kinds = list(dict.fromkeys(places))
+        self.nodes: int = len(kinds)
+        self.node_of: list[int] = [kinds.index(place) for place in places]
         self.node: int = self.node_of[self.rank]
-        self.node_sizes: list[int] = [
-            self.node_of.count(number) for number in range(self.nodes)
-        ]
-        mine = [r for r in range(self.size) if firsts[r] == firsts[self.rank]]
-        self.local_rank: int = mine.index(self.rank)
-        self.local_size: int = len(mine)
+        numbers = range(self.nodes)
+        self.first_ranks: list[int] = [self.node_of.index(n) for n in numbers]
+        self.node_sizes: list[int] = [self.node_of.count(n) for n in numbers]
+        self.local_rank: int = self.node_of[: self.rank].count(self.node)
+        self.local_size: int = self.node_sizes[self.node]
         near = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
         leaders: list[int] = self.comm.allgather(near.bcast(self.rank, 0))
         near.Free()
