@@ -10,7 +10,6 @@ from __future__ import annotations
 from mpidist.data._ahead import AUTOTUNE
 from mpidist.data._dataset import Dataset
 from mpidist.data._distribute import DistributedDataset
-from mpidist.data._elements import DatasetIterator
 from mpidist.data._iterator import DistributedIterator
 from mpidist.data._options import (
     INFINITE_CARDINALITY,
@@ -26,7 +25,7 @@ from mpidist.data._options import (
     Options,
     ThreadingOptions,
 )
-from mpidist.data._positions import Optional, OutOfRangeError
+from mpidist.data._positions import DatasetIterator, Optional, OutOfRangeError
 
 __all__ = [
     "AUTOTUNE",

@@ -1,18 +1,29 @@
-"""Stages of several datasets, and a replica's part of a dataset by files."""
+"""Stages whose elements are made of several: of one dataset, or of several datasets."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, TypeAlias
 
-from mpidist._base import nest
-from mpidist._base.types import HostArray, Nest
+import numpy as np
+
+from mpidist._base import backend, nest
+from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._ahead import Ahead, read_ahead
-from mpidist.data._batches import Batch
-from mpidist.data._rows import LazyBlock, RowBlock, common_spec, join, split_by_plan
+from mpidist.data._options import ArraySpec
+from mpidist.data._rows import (
+    LazyBlock,
+    RowBlock,
+    as_leaf,
+    block_of,
+    common_spec,
+    join,
+    longest_text,
+    map_like,
+)
 from mpidist.data._stage import (
     INFINITE,
     UNKNOWN,
@@ -23,53 +34,241 @@ from mpidist.data._stage import (
     Tokens,
     apply,
 )
-from mpidist.data._stages import Part
+
+_PADDED: Final = "Dataset.padded_batch"
+_END: Final = object()
 
 
-class _Several(Stage):
-    parents: Sequence[Stage]
+@dataclasses.dataclass(eq=False, repr=False)
+class Batch(Derived):
+    """A given number of elements of the parent, stacked.
 
-    def inherit_from(self, parents: Sequence[Stage]) -> None:
-        """Set the attributes that follow from those of all parents."""
-        self.parents = parents
-        self.indexed = all(parent.indexed for parent in parents)
-        self.depth = max(parent.depth for parent in parents)
-        self.workers = max(parent.workers for parent in parents)
-        for parent in parents:
-            self.options = self.options.merge(parent.options)
+    A token is the sequence of the tokens of its rows.
+    """
 
-    def of(self, parents: Sequence[Stage]) -> Stage:
-        """Return the same of other parents."""
-        raise NotImplementedError
+    size_of_batch: int
+    drop_remainder: bool = False
 
-    def shuffle_seeds(self) -> list[int]:
-        return [seed for parent in self.parents for seed in parent.shuffle_seeds()]
+    def __post_init__(self) -> None:
+        size = self.parent.size
+        if 0 <= size < INFINITE:
+            full, rest = divmod(size, self.size_of_batch)
+            size = full + (1 if rest and not self.drop_remainder else 0)
+        self.inherit(size)
+        self.batch_size, self.full = self.size_of_batch, self.drop_remainder
 
-    def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
-        made = [parent.with_shuffle_seeds(seeds) for parent in self.parents]
-        same = all(map(operator.is_, made, self.parents))
-        return self if same else self.of(made)
+    def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
+        size, rows = self.parent.size, self.size_of_batch
+        starts = [int(index) * rows for index in indices]
+        return [
+            self.parent.at(np.arange(first, min(first + rows, size)), in_pass)
+            for first in starts
+        ]
+
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        tokens = self.parent.tokens(in_pass)
+        while rows := list(itertools.islice(tokens, self.size_of_batch)):
+            if len(rows) == self.size_of_batch or not self.drop_remainder:
+                yield rows
+
+    def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
+        for token in tokens:
+            block = self.stacked(token)
+            if block is not None:  # as a batch has a row at least
+                yield block.nest()
+
+    def stacked(self, tokens: Tokens) -> RowBlock | None:
+        """Return some rows of a batch."""
+        return self.parent.block(tokens)
+
+    def open(self, token: Token) -> LazyBlock:
+        return LazyBlock(
+            len(token), lambda start, stop: self.stacked(token[start:stop])
+        )
+
+    def spec_of(self, *inner: Nest) -> Nest | None:
+        rows = self.size_of_batch if self.drop_remainder else None
+        return nest.map_structure(
+            lambda one: ArraySpec((rows, *one.shape), one.dtype), inner[0]
+        )
 
 
-class Zip(_Several):
+_Shape: TypeAlias = tuple[int | None, ...]
+"""A shape that rows are padded to: None where the longest row decides."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class PaddedBatch(Batch):
+    """A given number of elements of the parent, padded to one shape and stacked.
+
+    If the longest row of a batch decides the shape, its rows must be read together.
+    """
+
+    shapes: Nest = None  # None: the longest row decides
+    values: Nest = None  # None: 0, False or an empty string
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shapes is None or {None, -1} & set(nest.flatten(self.shapes)[0]):
+            self.whole = (
+                "the `padded_batch`, whose longest row decides (with `padded_shapes` "
+                "without None or -1 it works row by row)"
+            )
+
+    def stacked(self, tokens: Tokens) -> RowBlock | None:
+        rows = [block_of(row, _PADDED) for row in self.parent.load(tokens)]
+        if not rows:
+            return None
+        structure = rows[0].structure
+        for row in rows:
+            if row.structure != structure:
+                raise ValueError(
+                    f"{_PADDED}: expected rows of one structure, got {structure} and "
+                    f"{row.structure}"
+                )
+        columns = list(zip(*(row.leaves for row in rows), strict=True))
+        shapes = self._shapes([column[0].shape for column in columns], structure)
+        values = self._values(structure, len(columns))
+        leaves = map(_padded, columns, shapes, values)
+        return RowBlock(list(leaves), structure)
+
+    def _shapes(self, own: list[Any], structure: nest.Structure) -> list[_Shape]:
+        if self.shapes is None:
+            return [(None,) * len(shape) for shape in own]
+        shapes: dict[int, _Shape] = {}
+        numbers = structure.unflatten(range(len(own)))
+        try:
+            map_like(
+                lambda number, sizes: shapes.update({number: _as_shape(sizes)}),
+                numbers,
+                self.shapes,
+            )
+        except LookupError:
+            raise TypeError(
+                f"{_PADDED}: expected `padded_shapes` to have a tuple of sizes for "
+                f"each array of an element, got {self.shapes!r}"
+            ) from None
+        return [shapes[number] for number in range(len(own))]
+
+    def _values(self, structure: nest.Structure, count: int) -> list[Any]:
+        values, given = nest.flatten(self.values)
+        if given.is_leaf:
+            return values * count
+        if given != structure:
+            raise TypeError(
+                f"{_PADDED}: expected `padding_values` like an element, {structure}, "
+                f"or one number, got {self.values!r}"
+            )
+        return values
+
+    def spec_of(self, *inner: Nest) -> Nest | None:
+        leaves, structure = nest.flatten(inner[0])
+        shapes = self._shapes([leaf.shape for leaf in leaves], structure)
+        both = zip(leaves, shapes, strict=True)
+        rows = structure.unflatten([ArraySpec(s, one.dtype) for one, s in both])
+        return super().spec_of(rows)
+
+
+def _as_shape(sizes: object) -> _Shape:
+    if not isinstance(sizes, (tuple, list)) or not all(map(_is_size, sizes)):
+        raise LookupError
+    return tuple(None if size in (None, -1) else int(size) for size in sizes)
+
+
+def _is_size(x: object) -> bool:
+    return x is None or (isinstance(x, (int, np.integer)) and bool(x >= -1))
+
+
+def _padded(column: tuple[Array, ...], shape: _Shape, value: Any) -> Array:
+    """Stack arrays, after padding each at its end."""
+    for row in column:
+        if row.ndim != len(shape):
+            raise ValueError(
+                f"{_PADDED}: expected arrays of {len(shape)} dimensions, got one "
+                f"of shape {tuple(row.shape)}"
+            )
+    longest = np.max([row.shape for row in column], axis=0, initial=0)
+    both = zip(longest, shape, strict=True)
+    target = [int(own) if size is None else size for own, size in both]
+    if any(own > size for own, size in zip(longest, target, strict=True)):
+        raise ValueError(
+            f"{_PADDED}: expected arrays that fit into `padded_shapes` "
+            f"{tuple(target)}, got one of shape "
+            f"{max(tuple(row.shape) for row in column)}; cut them in a `map` before"
+        )
+    xp: Any = backend.module_of(column[0])
+    dtype = xp.result_type(*column)
+    padding = _padding(value, dtype)
+    dtype = longest_text(dtype, np.asarray(padding).dtype)
+    filled: Array = xp.full((len(column), *target), padding, dtype)
+    for number, row in enumerate(column):
+        filled[(number, *map(slice, row.shape))] = row
+    return filled
+
+
+def _padding(value: Any, dtype: DType) -> Any:
+    if value is None:
+        return "" if dtype.kind == "U" else b"" if dtype.kind == "S" else 0
+    given = np.asarray(as_leaf(value, _PADDED))
+    if given.shape != () or not np.can_cast(given.dtype, dtype, "same_kind"):
+        raise TypeError(
+            f"{_PADDED}: expected `padding_values` of one {dtype}, got {value!r}"
+        )
+    return given[()]
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Unbatch(Derived):
+    """The rows of the parent's elements."""
+
+    def __post_init__(self) -> None:
+        size = self.parent.size
+        self.inherit(size if size in (0, INFINITE) else UNKNOWN)
+        self.indexed, self.batch_size, self.whole = False, None, ""
+
+    def in_order(self, in_pass: Pass) -> Iterator[Token]:
+        for element in self.parent.load(self.parent.tokens(in_pass)):
+            block = block_of(element, "Dataset.unbatch")
+            rows = {leaf.shape[:1] for leaf in block.leaves}
+            if len(rows) != 1 or () in rows:
+                raise ValueError(
+                    "Dataset.unbatch: expected elements whose arrays have the same "
+                    f"first dimension, got {block}"
+                )
+            ((count,),) = rows
+            yield from map(block.row, range(count))
+
+    def spec_of(self, *inner: Nest) -> Nest | None:
+        leaves, structure = nest.flatten(inner[0])
+        if not all(one.shape for one in leaves):
+            return None
+        return structure.unflatten(
+            [ArraySpec(one.shape[1:], one.dtype) for one in leaves]
+        )
+
+
+# --- several datasets --------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Zip(Derived):
     """Elements of several datasets side by side, as far as the shortest goes.
 
     A token is a tuple of theirs.
     """
 
-    def __init__(self, parents: Sequence[Stage], structure: nest.Structure) -> None:
-        self._structure = structure
-        self.inherit_from(parents)
-        sizes = [parent.size for parent in parents]
-        self.size = UNKNOWN if UNKNOWN in sizes else min(sizes)
-        batches = {parent.batch_size for parent in parents}
-        if len(batches) == 1:
-            (self.batch_size,) = batches
-            self.whole = next((one.whole for one in parents if one.whole), "")
-        self.text = f"zip{structure.render([one.text for one in parents])}"
+    call: str = dataclasses.field(init=False, default="")
+    structure: nest.Structure
 
-    def of(self, parents: Sequence[Stage]) -> Stage:
-        return Zip(parents, self._structure)
+    def __post_init__(self) -> None:
+        sizes = [parent.size for parent in self.parents]
+        self.inherit(UNKNOWN if UNKNOWN in sizes else min(sizes))
+        self.workers = max(parent.workers for parent in self.parents)
+        if len({parent.batch_size for parent in self.parents}) > 1:
+            self.batch_size = None
+        wholes = (parent.whole for parent in self.parents if parent.whole)
+        self.whole = "" if self.batch_size is None else next(wholes, "")
+        self.text = f"zip{self.structure.render([one.text for one in self.parents])}"
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         found = [parent.at(indices, in_pass) for parent in self.parents]
@@ -84,7 +283,7 @@ class Zip(_Several):
         columns = [map(operator.itemgetter(number), copy) for number, copy in copies]
         both = zip(self.parents, columns, strict=True)
         loaded = [parent.load(column) for parent, column in both]
-        return map(self._structure.unflatten, zip(*loaded, strict=True))
+        return map(self.structure.unflatten, zip(*loaded, strict=True))
 
     def block(self, tokens: Tokens) -> RowBlock | None:
         if not len(tokens):
@@ -97,7 +296,7 @@ class Zip(_Several):
         found = [block.nest() for block in blocks if block is not None]
         if len(found) < len(blocks):
             return None
-        leaves, structure = nest.flatten(self._structure.unflatten(found))
+        leaves, structure = nest.flatten(self.structure.unflatten(found))
         return RowBlock(leaves, structure)
 
     def open(self, token: Token) -> LazyBlock:
@@ -116,9 +315,8 @@ class Zip(_Several):
             ),
         )
 
-    def spec(self, *, trial: bool = False) -> Nest | None:
-        specs = [parent.spec(trial=trial) for parent in self.parents]
-        return None if None in specs else self._structure.unflatten(specs)
+    def spec_of(self, *inner: Nest) -> Nest:
+        return self.structure.unflatten(inner)
 
 
 class _Pairs(Stage):
@@ -139,22 +337,26 @@ class _Pairs(Stage):
         return stage.open(inner)
 
 
-class Concatenate(_Pairs, _Several):
+@dataclasses.dataclass(eq=False, repr=False)
+class Concatenate(_Pairs, Derived):
     """The elements of one dataset, and then those of another."""
 
-    def __init__(self, first: Stage, second: Stage) -> None:
-        self.inherit_from((first, second))
+    call: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        first, second = self.parents
         sizes = [first.size, second.size]
-        self.size = min(sum(sizes), INFINITE)
+        size = min(sum(sizes), INFINITE)
         if UNKNOWN in sizes:
-            self.size = INFINITE if max(sizes) >= INFINITE else UNKNOWN
-        if first.batch_size is not None and second.batch_size is not None:
+            size = INFINITE if max(sizes) >= INFINITE else UNKNOWN
+        self.call = f"concatenate({second.text})"
+        self.inherit(size)
+        self.workers = max(first.workers, second.workers)
+        if first.batch_size is None or second.batch_size is None:
+            self.batch_size = None
+        else:
             self.batch_size = max(first.batch_size, second.batch_size)
         self.whole = first.whole or second.whole
-        self.text = f"{first.text}.concatenate({second.text})"
-
-    def of(self, parents: Sequence[Stage]) -> Stage:
-        return Concatenate(*parents)
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         size, tokens = self.parents[0].size, []
@@ -170,14 +372,8 @@ class Concatenate(_Pairs, _Several):
             for token in stage.tokens((*in_pass, number)):
                 yield stage, token
 
-    def spec(self, *, trial: bool = False) -> Nest | None:
-        one, two = (parent.spec(trial=trial) for parent in self.parents)
-        if one is None or two is None:
-            return None
-        return nest.map_structure(common_spec, one, two)
-
-
-_END: Final = object()
+    def spec_of(self, *inner: Nest) -> Nest:
+        return nest.map_structure(common_spec, *inner)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -199,24 +395,25 @@ class Interleave(_Pairs, Derived):
         self.inherit(0 if self.parent.size == 0 else UNKNOWN)
         self.indexed, self.batch_size, self.whole = False, None, ""
 
+    def spec(self, *, trial: bool = False) -> Nest | None:
+        return None
+
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
         inputs = enumerate(self.parent.load(self.parent.tokens(in_pass)))
         places: list[tuple[Stage, Iterator[Token]] | None] = [None] * self.cycle
-        turn, more = 0, True
         try:
-            while more or any(places):
-                place = places[turn]
-                if place is None and more:
+            for turn in itertools.cycle(range(self.cycle)):
+                if places[turn] is None:
                     number, element = next(inputs, (0, _END))
-                    if element is _END:
-                        more = False
-                        continue
-                    stage = apply(self.function, element)
-                    tokens = stage.tokens((*in_pass, number))
-                    if turn < self.readers:
-                        tokens = read_ahead(tokens, self.length)
-                    place = places[turn] = stage, tokens
-                if place is not None:
+                    if element is not _END:
+                        stage = apply(self.function, element)
+                        tokens = stage.tokens((*in_pass, number))
+                        if turn < self.readers:
+                            tokens = read_ahead(tokens, self.length)
+                        places[turn] = stage, tokens
+                    elif not any(places):
+                        return
+                if place := places[turn]:
                     stage, tokens = place
                     given = 0
                     for token in itertools.islice(tokens, self.length):
@@ -225,7 +422,6 @@ class Interleave(_Pairs, Derived):
                     if given < self.length:
                         _close(tokens)
                         places[turn] = None
-                turn = (turn + 1) % self.cycle
         finally:
             for _, tokens in filter(None, places):
                 _close(tokens)
@@ -235,67 +431,3 @@ def _close(tokens: Iterator[Token]) -> None:
     """Stop the thread, if there is one."""
     if isinstance(tokens, Ahead):
         tokens.close(wait=False)
-
-
-# --- AutoShardPolicy.FILE ----------------------------------------------------------
-
-# What these do with a row does not depend on the rows of other replicas. "": options.
-_ROW_BY_ROW: Final = (
-    "batch", "cache", "filter", "interleave", "map", "padded_batch", "prefetch",
-    "repeat", "shuffle", "unbatch", "",
-)  # fmt: skip
-# After the last `batch` these count steps, which all replicas make.
-_OF_STEPS: Final = ("skip", "take")
-_CALL: Final = "experimental_distribute_dataset"
-
-
-def shard_by_file(
-    stage: Stage, replicas: int, replica: int, *, batched: bool = False
-) -> Stage:
-    """Return the part of a pipeline that one replica reads.
-
-    Its `interleave` opens every n-th element of its input, and its last `batch` makes
-    the replica's part of a global batch.
-    """
-    if not isinstance(stage, Derived) or not _has_interleave(stage):
-        raise ValueError(
-            f"{_CALL}: AutoShardPolicy.FILE is for a dataset that opens files in an "
-            "`interleave`: `Dataset.list_files(pattern).interleave(open_one).batch(n)`"
-            "; write AutoShardPolicy.DATA"
-        )
-    if isinstance(stage, Interleave) and not _has_interleave(stage.parent):
-        count = stage.parent.size
-        if 0 <= count < replicas:
-            raise ValueError(
-                f"{_CALL}: AutoShardPolicy.FILE needs a file for each of {replicas} "
-                f"replicas, and the `interleave` of this dataset has {count}; write "
-                "AutoShardPolicy.DATA"
-            )
-        mine = Part(stage.parent, "", replica, None, replicas)
-        return dataclasses.replace(stage, parent=mine)
-    if stage.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_STEPS):
-        raise ValueError(
-            f"{_CALL}: AutoShardPolicy.FILE cannot be used with the `{stage.method}` "
-            "after the `interleave`, since it would count the rows of each replica "
-            "separately; write AutoShardPolicy.DATA"
-        )
-    last = isinstance(stage, Batch) and not batched
-    parent = shard_by_file(stage.parent, replicas, replica, batched=batched or last)
-    if not isinstance(stage, Batch) or not last:
-        return dataclasses.replace(stage, parent=parent)
-    rows = stage.size_of_batch
-    if rows < replicas:
-        raise ValueError(
-            f"{_CALL}: AutoShardPolicy.FILE needs global batches of a row for each "
-            f"replica, {replicas}, and those of this dataset have {rows}"
-        )
-    first, after = split_by_plan(rows, replicas, replica, rows)
-    return dataclasses.replace(stage, parent=parent, size_of_batch=after - first)
-
-
-def _has_interleave(stage: Stage) -> bool:
-    while isinstance(stage, Derived):
-        if isinstance(stage, Interleave):
-            return True
-        stage = stage.parent
-    return False

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Final
+import glob
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from mpidist._base import nest
-from mpidist._base.expect import expect
+from mpidist._base import backend, nest, shuffle_seeds
+from mpidist._base.expect import as_int, expect
+from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
+from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
+from mpidist.data import _combinations as several
 from mpidist.data import _stages as stages
-from mpidist.data._ahead import AUTOTUNE
-from mpidist.data._batches import Batch, PaddedBatch, Unbatch
-from mpidist.data._combinations import Concatenate, Interleave, Zip
-from mpidist.data._elements import (
-    Elements,
-    as_call,
-    as_calls,
-    as_count,
-    as_seed,
-    as_tuned,
-    stage_of,
-)
+from mpidist.data._ahead import AUTOTUNE, default_workers
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
-from mpidist.data._sources import Range
-from mpidist.data._stage import INFINITE, Stage
+from mpidist.data._positions import DatasetIterator
+from mpidist.data._rows import block_of, lists_to_arrays, protected, stack_lists
+from mpidist.data._sources import (
+    Generated,
+    Range,
+    Rows,
+    as_dtype,
+    declared,
+    slices_of,
+)
+from mpidist.data._stage import INFINITE, Stage, name_of
 
 _CYCLE: Final = 16
 _AHEAD: Final = 2  # elements, for AUTOTUNE
+FilePattern: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
-class Dataset(Elements):
+class _Names(type):
+    """The class of `Dataset`, whose missing attributes have a message."""
+
+
+class Dataset(metaclass=_Names):
     """Elements, which can be shuffled, batched, mapped and more, as in tf.data.
 
     The methods have the names, the order of arguments and the meaning of those of
@@ -47,6 +58,159 @@ class Dataset(Elements):
     only by going through those before them, on each rank. Then, too, `map` and `batch`
     run for a rank's own rows only.
     """
+
+    def __init__(self, stage: Stage) -> None:
+        """Not for users: call `Dataset.from_tensor_slices`."""
+        if not isinstance(stage, Stage):
+            raise TypeError(
+                "Dataset: write `mpidist.data.Dataset.from_tensor_slices(arrays)`"
+            )
+        self._stage = stage
+        self._iterations = 0  # so far: the number of the next one
+
+    @classmethod
+    def from_tensor_slices(cls, tensors: Nest, name: str | None = None) -> Self:
+        """Create a dataset from the rows of arrays.
+
+        Args:
+            tensors: an array, or a nest (tuples, dicts, lists) of arrays with the same
+                first dimension; element i has row i of each. Anything with ``shape``
+                and slices of rows is accepted as an array (``numpy.memmap``, an HDF5
+                dataset); a list of numbers becomes an array. Or one object with
+                ``__len__`` and ``__getitem__`` that returns a nest for each row, such
+                as a grain MapDataset or a torch dataset.
+            name: accepted.
+
+        Raises:
+            TypeError: if it is none of these.
+            ValueError: if the first dimensions differ, or there is none.
+        """
+        return cls(slices_of(tensors))
+
+    @classmethod
+    def from_tensors(cls, tensors: Nest, name: str | None = None) -> Self:
+        """Create a dataset of one element.
+
+        Args:
+            tensors: the element: a nest of arrays and numbers. It is read-only.
+            name: accepted.
+        """
+        block = block_of(lists_to_arrays(tensors), "Dataset.from_tensors")
+        return cls(Rows([protected(block.nest())], "1 element", block.spec()))
+
+    @classmethod
+    def range(
+        cls, *args: int, output_type: npt.DTypeLike = np.int64, name: str | None = None
+    ) -> Self:
+        """Create a dataset of numbers: ``range(stop)``, ``range(start, stop, step)``.
+
+        Args:
+            *args: as for Python's range.
+            output_type: their dtype.
+            name: accepted.
+        """
+        numbers = [_as_count("range", "args", x, least=-(2**63)) for x in args]
+        steps = range(*numbers)  # raises what Python's does
+        dtype = as_dtype(output_type, "range")
+        return cls(Range(steps.start, steps.stop, steps.step, dtype))
+
+    @classmethod
+    def from_generator(
+        cls,
+        generator: Callable[..., Iterable[Nest]],
+        output_types: Nest | None = None,
+        output_shapes: Nest | None = None,
+        args: Iterable[Any] | None = None,
+        output_signature: Nest | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Create a dataset from what a function yields.
+
+        Each iteration, and each round of a `repeat`, calls the function again. A saved
+        position is reached by reading up to it.
+
+        Args:
+            generator: a function that returns an iterable of nests of arrays and
+                numbers. In a distributed dataset each rank calls it, so it must yield
+                the same on all.
+            output_types: tf.data's older form: a nest of dtypes.
+            output_shapes: with the former: a nest of shapes, None for any size.
+            args: arguments for the function, which gets them as NumPy values.
+            output_signature: a nest of `ArraySpec`. Not needed; if given, elements are
+                converted to its dtypes, and their shapes are compared with it.
+            name: accepted.
+
+        Raises:
+            TypeError: if an argument is invalid.
+        """
+        _as_call("from_generator", "generator", generator)
+        expected = declared(output_signature, output_types, output_shapes)
+        values = tuple(np.asarray(x)[()] for x in args or ())
+        return cls(Generated(generator, values, expected))
+
+    @classmethod
+    def list_files(
+        cls,
+        file_pattern: FilePattern,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Create a dataset of the names of files, for `interleave`.
+
+        Args:
+            file_pattern: a pattern as for ``glob.glob``, or several. The names are
+                sorted.
+            shuffle: whether to shuffle them. None: if there is a seed.
+            seed: as for `shuffle`.
+            name: accepted.
+
+        Raises:
+            ValueError: if no file matches.
+        """
+        if isinstance(file_pattern, (str, os.PathLike)):
+            file_pattern = [file_pattern]
+        patterns = [os.fspath(pattern) for pattern in file_pattern]
+        names = {name for pattern in patterns for name in glob.glob(pattern)}
+        if not names:
+            raise ValueError(f"Dataset.list_files: no file matches {patterns}")
+        stage = slices_of(np.array(sorted(names)))
+        if shuffle or (shuffle is None and seed is not None):
+            stage = stages.Shuffle(
+                [stage], None, _as_seed("list_files", seed), seed is not None
+            )
+        return cls(stage)
+
+    @classmethod
+    def zip(
+        cls, *args: Nest, datasets: Nest | None = None, name: str | None = None
+    ) -> Self:
+        """Create a dataset whose elements are those of several, side by side.
+
+        Args:
+            *args: datasets, for elements that are tuples; or a nest of datasets, for
+                elements with its structure. The shortest one ends it.
+            datasets: the nest, as tf.data's older form names it.
+            name: accepted.
+        """
+        given = args if datasets is None else (*args, datasets)
+        leaves, structure = nest.flatten(given[0] if len(given) == 1 else given)
+        if not leaves or not all(isinstance(one, Dataset) for one in leaves):
+            kinds = [type(one).__name__ for one in leaves]
+            raise TypeError(f"Dataset.zip: expected datasets, got {kinds}")
+        return cls(several.Zip([one._stage for one in leaves], structure))
+
+    @classmethod
+    def _of_numpy(cls, group: ReplicaGroup, arrays: Nest) -> Self:
+        """Run `Strategy.experimental_make_numpy_dataset`, without communication.
+
+        Args:
+            group: the group of the strategy.
+            arrays: a nest of arrays with the same first dimension; a list is stacked.
+        """
+        call = "experimental_make_numpy_dataset"
+        context.require_cross_replica(group, call)
+        return cls.from_tensor_slices(stack_lists(arrays, call))
 
     # --- order ----------------------------------------------------------------
 
@@ -92,7 +256,7 @@ class Dataset(Elements):
             )
         if buffer_size is not None:
             name, unknown = "buffer_size", UNKNOWN_CARDINALITY
-            size = as_count("shuffle", name, buffer_size, least=1, other=unknown)
+            size = _as_count("shuffle", name, buffer_size, least=1, other=unknown)
             size = None if size == unknown else size
         if size is None and stage.size >= INFINITE:
             raise ValueError(
@@ -106,28 +270,28 @@ class Dataset(Elements):
                 "after the other, so they are shuffled in a buffer; write "
                 "`shuffle(buffer_size, seed=seed)`"
             )
-        given, number = seed is not None, as_seed("shuffle", seed)
+        given, number = seed is not None, _as_seed("shuffle", seed)
         anew = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
-        return Dataset(stages.Shuffle(stage, size, number, given, anew))
+        return Dataset(stages.Shuffle([stage], size, number, given, anew))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Repeat the dataset ``count`` times; None or -1: infinitely."""
         if count is not None:
-            count = as_count("repeat", "count", count, least=-1)
+            count = _as_count("repeat", "count", count, least=-1)
         count = None if count == -1 else count
-        return Dataset(stages.Repeat(self._stage, f"repeat({count})", count))
+        return Dataset(stages.Repeat([self._stage], f"repeat({count})", count))
 
     def take(self, count: int, name: str | None = None) -> Dataset:
         """Keep the first ``count`` elements; -1: all of them."""
-        count = as_count("take", "count", count, least=-1)
+        count = _as_count("take", "count", count, least=-1)
         stop = None if count < 0 else count
-        return Dataset(stages.Part(self._stage, f"take({count})", 0, stop))
+        return Dataset(stages.Part([self._stage], f"take({count})", 0, stop))
 
     def skip(self, count: int, name: str | None = None) -> Dataset:
         """Leave out the first ``count`` elements; -1: all of them."""
-        count = as_count("skip", "count", count, least=-1)
+        count = _as_count("skip", "count", count, least=-1)
         start, stop = (0, 0) if count < 0 else (count, None)
-        return Dataset(stages.Part(self._stage, f"skip({count})", start, stop))
+        return Dataset(stages.Part([self._stage], f"skip({count})", start, stop))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Keep every ``num_shards``-th element, starting at number ``index``.
@@ -137,14 +301,14 @@ class Dataset(Elements):
         shards of ranks overlap after a `shuffle` without a seed, made outside of the
         function, if one rank has made more such datasets than another: give it a seed.
         """
-        num_shards = as_count("shard", "num_shards", num_shards, least=1)
-        index = as_count("shard", "index", index, least=0)
+        num_shards = _as_count("shard", "num_shards", num_shards, least=1)
+        index = _as_count("shard", "index", index, least=0)
         if index >= num_shards:
             raise ValueError(
                 f"Dataset.shard: expected 0 <= index < {num_shards}, got {index}"
             )
         call = f"shard({num_shards}, {index})"
-        return Dataset(stages.Part(self._stage, call, index, None, num_shards))
+        return Dataset(stages.Part([self._stage], call, index, None, num_shards))
 
     def concatenate(self, dataset: Dataset, name: str | None = None) -> Dataset:
         """Add the elements of another dataset at the end.
@@ -155,21 +319,21 @@ class Dataset(Elements):
         """
         is_one = isinstance(dataset, Dataset)
         expect(is_one, "Dataset.concatenate", "a Dataset", dataset)
-        both = Concatenate(self._stage, stage_of(dataset))
+        both = several.Concatenate([self._stage, dataset._stage])
         try:
             both.spec()
         except (TypeError, ValueError) as error:
             raise TypeError(
                 "Dataset.concatenate: expected a dataset with elements like those of "
-                f"this one, {self._stage.spec()}, got {stage_of(dataset).spec()}"
+                f"this one, {self._stage.spec()}, got {dataset._stage.spec()}"
             ) from error
         return Dataset(both)
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Number the elements: each becomes ``(number, element)``, an int64 first."""
-        start = as_count("enumerate", "start", start, least=-(2**63))
+        start = _as_count("enumerate", "start", start, least=-(2**63))
         numbers = Range(start, None, 1, np.dtype(np.int64))
-        return Dataset(Zip([numbers, self._stage], nest.flatten((0, 0))[1]))
+        return Dataset(several.Zip([numbers, self._stage], nest.flatten((0, 0))[1]))
 
     def cache(self, filename: str = "", name: str | None = None) -> Dataset:
         """Keep each element in memory once it was loaded.
@@ -191,7 +355,7 @@ class Dataset(Elements):
                 "`numpy.save(path, array)` once, and `Dataset.from_tensor_slices("
                 'numpy.load(path, mmap_mode="r"))`, which reads rows as needed'
             )
-        return Dataset(stages.Cache(self._stage, "cache()"))
+        return Dataset(stages.Cache([self._stage], "cache()"))
 
     def prefetch(self, buffer_size: int | None, name: str | None = None) -> Dataset:
         """Read up to ``buffer_size`` elements ahead in a thread; 0: do not.
@@ -199,8 +363,10 @@ class Dataset(Elements):
         The thread runs the whole pipeline, wherever `prefetch` stands in it; for a
         distributed dataset each rank's own rows. None is `AUTOTUNE`, which means 2.
         """
-        size = as_tuned("prefetch", "buffer_size", buffer_size, least=0, default=_AHEAD)
-        return Dataset(stages.Same(self._stage, f"prefetch({size})", size))
+        size = _as_tuned(
+            "prefetch", "buffer_size", buffer_size, least=0, default=_AHEAD
+        )
+        return Dataset(stages.Same([self._stage], f"prefetch({size})", size))
 
     # --- functions ------------------------------------------------------------
 
@@ -234,9 +400,9 @@ class Dataset(Elements):
             use_unbounded_threadpool: accepted, without effect.
             name: accepted.
         """
-        call = as_call("map", "map_func", map_func)
-        calls = as_calls("map", num_parallel_calls)
-        return Dataset(stages.Map(self._stage, call, map_func, calls))
+        call = _as_call("map", "map_func", map_func)
+        calls = _as_calls("map", num_parallel_calls)
+        return Dataset(stages.Map([self._stage], call, map_func, calls))
 
     def filter(
         self, predicate: Callable[..., object], name: str | None = None
@@ -248,15 +414,15 @@ class Dataset(Elements):
                 dataset the same on all ranks, each of which calls it for all elements.
             name: accepted.
         """
-        call = as_call("filter", "predicate", predicate)
-        return Dataset(stages.Filter(self._stage, call, predicate))
+        call = _as_call("filter", "predicate", predicate)
+        return Dataset(stages.Filter([self._stage], call, predicate))
 
     def take_while(
         self, predicate: Callable[..., object], name: str | None = None
     ) -> Dataset:
         """Keep the elements before the first for which a function returns False."""
-        call = as_call("take_while", "predicate", predicate)
-        return Dataset(stages.Filter(self._stage, call, predicate))
+        call = _as_call("take_while", "predicate", predicate)
+        return Dataset(stages.Filter([self._stage], call, predicate))
 
     def interleave(
         self,
@@ -282,13 +448,13 @@ class Dataset(Elements):
             deterministic: accepted: the order is kept with False, too.
             name: accepted.
         """
-        call = as_call("interleave", "map_func", map_func)[:-1]
-        cycle = as_tuned(
+        call = _as_call("interleave", "map_func", map_func)[:-1]
+        cycle = _as_tuned(
             "interleave", "cycle_length", cycle_length, least=1, default=_CYCLE
         )
         length = 1 if block_length is None else block_length
-        length = as_count("interleave", "block_length", length, least=1)
-        readers = as_calls("interleave", num_parallel_calls)
+        length = _as_count("interleave", "block_length", length, least=1)
+        readers = _as_calls("interleave", num_parallel_calls)
         if num_parallel_calls == AUTOTUNE:
             readers = cycle
 
@@ -301,10 +467,12 @@ class Dataset(Elements):
                 made,
                 "write `Dataset.from_tensor_slices(...)` or `from_generator(...)`",
             )
-            return stage_of(made)
+            return made._stage
 
         call += f", {cycle}, {length})"
-        return Dataset(Interleave(self._stage, call, open_one, cycle, length, readers))
+        return Dataset(
+            several.Interleave([self._stage], call, open_one, cycle, length, readers)
+        )
 
     def flat_map(
         self, map_func: Callable[..., Dataset], name: str | None = None
@@ -314,7 +482,7 @@ class Dataset(Elements):
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
         """Return ``transformation_func(self)``, which must be a Dataset."""
-        as_call("apply", "transformation_func", transformation_func)
+        _as_call("apply", "transformation_func", transformation_func)
         made = transformation_func(self)
         expect(isinstance(made, Dataset), "Dataset.apply", "a Dataset", made)
         return made
@@ -340,10 +508,10 @@ class Dataset(Elements):
             deterministic: accepted, without effect.
             name: accepted.
         """
-        size = as_count("batch", "batch_size", batch_size, least=1)
+        size = _as_count("batch", "batch_size", batch_size, least=1)
         drop = bool(drop_remainder)
         call = f"batch({size}{', drop_remainder=True' if drop else ''})"
-        return Dataset(Batch(self._stage, call, size, drop))
+        return Dataset(several.Batch([self._stage], call, size, drop))
 
     def padded_batch(
         self,
@@ -366,16 +534,18 @@ class Dataset(Elements):
             drop_remainder: whether to drop a last batch with fewer rows.
             name: accepted.
         """
-        size = as_count("padded_batch", "batch_size", batch_size, least=1)
+        size = _as_count("padded_batch", "batch_size", batch_size, least=1)
         drop = bool(drop_remainder)
         call = f"padded_batch({size}, {padded_shapes}, {padding_values}, {drop})"
         return Dataset(
-            PaddedBatch(self._stage, call, size, drop, padded_shapes, padding_values)
+            several.PaddedBatch(
+                [self._stage], call, size, drop, padded_shapes, padding_values
+            )
         )
 
     def unbatch(self, name: str | None = None) -> Dataset:
         """Take elements apart into their rows."""
-        return Dataset(Unbatch(self._stage, "unbatch()"))
+        return Dataset(several.Unbatch([self._stage], "unbatch()"))
 
     # --- properties -----------------------------------------------------------
 
@@ -383,16 +553,132 @@ class Dataset(Elements):
         """Set options; of `Options`, those that are not the default."""
         given = isinstance(options, Options)
         expect(given, "Dataset.with_options", "a `mpidist.data.Options`", options)
-        return Dataset(stages.Same(self._stage, "", 0, copy.deepcopy(options)))
+        return Dataset(stages.Same([self._stage], "", 0, copy.deepcopy(options)))
 
     def assert_cardinality(self, expected_cardinality: int) -> Dataset:
         """Declare the number of elements, if only reading would tell it.
 
         Reading raises ValueError if the number is another one.
         """
-        count = as_count(
+        count = _as_count(
             "assert_cardinality", "expected_cardinality", expected_cardinality, least=-1
         )
         count = INFINITE if count == INFINITE_CARDINALITY else count
         call = f"assert_cardinality({count})"
-        return Dataset(stages.WithCardinality(self._stage, call, count))
+        return Dataset(stages.WithCardinality([self._stage], call, count))
+
+    # --- elements -------------------------------------------------------------
+
+    def options(self) -> Options:
+        """Return a copy of the options."""
+        return copy.deepcopy(self._stage.options)
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of `ArraySpec` of an element.
+
+        After a `map`, and where it is not declared, it is found by reading the first
+        element; if there is none, by calling the function of the `map` with zeros.
+
+        Raises:
+            ValueError: if the dataset is empty, and that does not tell it.
+        """
+        return self._stage.element_spec
+
+    def cardinality(self) -> int:
+        """Return the number of elements.
+
+        `INFINITE_CARDINALITY` (-1) if infinite, `UNKNOWN_CARDINALITY` (-2) if it is
+        known only after reading.
+        """
+        return self._stage.cardinality()
+
+    def __len__(self) -> int:
+        return self._stage.require_length(
+            "Dataset",
+            "; write `sum(1 for _ in dataset)`, or `dataset.assert_cardinality(n)`",
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> DatasetIterator:
+        self._iterations += 1
+        return DatasetIterator(self._stage, self._iterations - 1, self._restored)
+
+    def _restored(self, stage: Stage, iterations: int) -> None:
+        """After `restore` of an iterator: later ones go on after it."""
+        self._stage, self._iterations = stage, iterations
+
+    def reduce(
+        self,
+        initial_state: Nest,
+        reduce_func: Callable[..., Nest],
+        name: str | None = None,
+    ) -> Nest:
+        """Fold the elements: ``state = reduce_func(state, element)`` for each."""
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    def as_numpy_iterator(self) -> Iterator[Nest]:
+        """Iterate over the elements, with the arrays of a GPU on the host."""
+        return map(_on_host, self)
+
+    def __repr__(self) -> str:
+        return f"<mpidist.data.Dataset of {self._stage.text}>"
+
+
+def _as_count(
+    method: str, name: str, value: Any, *, least: int, other: int | None = None
+) -> int:
+    """Return an int, given one, or a 0-d array of one; ``other`` may be less."""
+    number = as_int(f"Dataset.{method}", name, value, least=-sys.maxsize)
+    if number == other:
+        return number
+    return as_int(f"Dataset.{method}", name, number, least=least)
+
+
+def _as_tuned(method: str, name: str, value: Any, *, least: int, default: int) -> int:
+    """Return an int as `as_count` does; the default for None and `AUTOTUNE`."""
+    given = AUTOTUNE if value is None else value
+    number = _as_count(method, name, given, least=least, other=AUTOTUNE)
+    return default if number == AUTOTUNE else number
+
+
+def _as_seed(method: str, seed: int | None) -> int:
+    """Return the seed of a shuffle, which need not be given."""
+    if seed is None:
+        return shuffle_seeds.next_seed()
+    return _as_count(method, "seed", seed, least=0)
+
+
+def _as_calls(method: str, value: object) -> int:
+    """Return the number of threads for ``num_parallel_calls``; 0: none."""
+    if value is None:
+        return 0
+    workers = default_workers()
+    return _as_tuned(method, "num_parallel_calls", value, least=1, default=workers)
+
+
+def _as_call(method: str, name: str, function: object) -> str:
+    """Return the text of a call with a function, which this must be."""
+    expected = f"a function as `{name}`"
+    expect(callable(function), f"Dataset.{method}", expected, function)
+    return f"{method}({name_of(function)})"
+
+
+def _on_host(element: Nest) -> Nest:
+    return nest.map_structure(
+        lambda x: backend.to_host(x) if backend.is_device_array(x) else x, element
+    )
+
+
+def stage_of(dataset: Dataset) -> Stage:
+    """Return the last stage of a dataset."""
+    return dataset._stage
+
+
+explain_attributes(_Names, "mpidist.data")
+explain_attributes(Dataset, "mpidist.data")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import operator
 import warnings
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
-from mpidist._base import nest, shuffle_seeds
+from mpidist._base import shuffle_seeds
 from mpidist._base.environment import debugging
 from mpidist._base.errors import level_of_caller, on_rank
 from mpidist._base.expect import expect
@@ -18,9 +18,9 @@ from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
-from mpidist.data._combinations import shard_by_file
+from mpidist.data._combinations import Batch, Interleave
 from mpidist.data._dataset import Dataset
-from mpidist.data._feed import Feed, describe, empty_of
+from mpidist.data._feed import Feed, describe, describe_feed, empty_of
 from mpidist.data._inputs import Calls, Items, input_of
 from mpidist.data._iterator import DistributedIterator
 from mpidist.data._options import (
@@ -30,7 +30,8 @@ from mpidist.data._options import (
     InputReplicationMode,
     as_policy,
 )
-from mpidist.data._stage import Stage
+from mpidist.data._rows import split_by_plan
+from mpidist.data._stage import Derived, Stage
 from mpidist.data._stages import Part
 
 _DIFFERENT_ROWS: Final = (
@@ -62,8 +63,7 @@ class DistributedDataset:
         """Run `Strategy.experimental_distribute_dataset`. Collective."""
         call = "experimental_distribute_dataset"
         context.require_program_level(group, call)
-        collectives = group.collectives
-        with collectives.guard.checking(call):
+        with group.guard.checking(call):
             chosen = _check_options(options, call)
             if chosen.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
                 raise NotImplementedError(
@@ -71,30 +71,29 @@ class DistributedDataset:
                     "`distribute_datasets_from_function`"
                 )
             stage, policy = _split_input(group, dataset, chosen, call)
+            by_file = policy is AutoShardPolicy.FILE  # then rows of ranks differ
             feed = Feed(
                 group,
                 stage,
-                policy,
+                None if by_file else policy,
                 bool(chosen.experimental_fetch_to_device),
-                by_file=policy is AutoShardPolicy.FILE,
-                checked=bool(stage.whole) and debugging(),
+                by_file=by_file,
+                checked=bool(stage.whole) and debugging() and not by_file,
                 empty=empty_of(stage.spec()),
             )
             text = f"{call} of {feed.text}"
-            if feed.by_file:  # there the ranks have different numbers of rows
-                feed.policy, feed.checked = None, False
-            else:
+            if not by_file:
                 kind = "" if feed.empty is None else f", {describe(feed.empty)}"
                 text += f" ({_many(stage)}{kind})"
             text += f", split by {policy.name}"
             if feed.checked:
                 text += ", compared (MPIDIST_DEBUG)"
-            sample = 0 if feed.by_file else stage.sample()
+            sample = 0 if by_file else stage.sample()
         unknown = int(not sample)
-        unknown, same = collectives.guard.agree_on_largest(Call(text), unknown, sample)
+        unknown, same = group.guard.agree_on_largest(Call(text), unknown, sample)
         if not (same or unknown):
             warnings.warn(
-                on_rank(collectives.comm.rank, f"{call}: {_DIFFERENT_ROWS}"),
+                on_rank(group.replica_id, f"{call}: {_DIFFERENT_ROWS}"),
                 RuntimeWarning,
                 stacklevel=level_of_caller(),
             )
@@ -155,7 +154,7 @@ class DistributedDataset:
             if takes_turns and isinstance(stage, Items):
                 stage.deal(own, replicas)
             elif takes_turns and replicas > 1:
-                stage = Part(stage, f"shard({replicas}, {own})", own, None, replicas)
+                stage = Part([stage], f"shard({replicas}, {own})", own, None, replicas)
             return chosen, stage
 
         number = group.registry.next_key()
@@ -227,9 +226,9 @@ class DistributedDataset:
         return self._feed.why_it_ends_with_a_replica()
 
     def __repr__(self) -> str:
-        feed = self._feed
+        feed, count = self._feed, self._feed.group.num_replicas
         return (
-            f"<mpidist.DistributedDataset #{feed.number} on {feed.replicas} replicas: "
+            f"<mpidist.DistributedDataset #{feed.number} on {count} replicas: "
             f"{feed.text}>"
         )
 
@@ -266,7 +265,7 @@ def _split_input(
                 "its rank: `files[context.input_pipeline_id::context."
                 "num_input_pipelines]`"
             )
-        stage = shard_by_file(stage, group.num_replicas, group.replica_id)
+        stage = _shard_by_file(stage, group.num_replicas, group.replica_id)
     return stage, policy
 
 
@@ -298,74 +297,62 @@ def _check_options(options: object, call: str) -> InputOptions:
     return options
 
 
-# --- the description ---------------------------------------------------------------
+# --- AutoShardPolicy.FILE ----------------------------------------------------------
+
+# What these do with a row does not depend on the rows of other replicas. "": options.
+_ROW_BY_ROW: Final = (
+    "batch", "cache", "filter", "interleave", "map", "padded_batch", "prefetch",
+    "repeat", "shuffle", "unbatch", "",
+)  # fmt: skip
+# After the last `batch` these count steps, which all replicas make.
+_OF_STEPS: Final = ("skip", "take")
+_CALL: Final = "experimental_distribute_dataset"
 
 
-def describe_feed(feed: Feed) -> str:
-    """Return the text of `DistributedDataset.describe`."""
-    spec = feed.stage.spec() if feed.empty is None else feed.element_spec()
-    elements = "not known before the first is read"
-    if spec is not None:
-        leaves, structure = nest.flatten(spec)
-        elements = structure.render([str(leaf) for leaf in leaves])
-    facts = {"input": feed.text, "elements": elements}
-    facts |= _own_facts(feed) if feed.policy is None else _facts_of_batches(feed)
-    plural = "" if feed.replicas == 1 else "s"
-    lines = [f"DistributedDataset #{feed.number} on {feed.replicas} replica{plural}"]
-    return "\n".join(lines + [f"  {name:<16}{text}" for name, text in facts.items()])
+def _shard_by_file(
+    stage: Stage, replicas: int, replica: int, *, batched: bool = False
+) -> Stage:
+    """Return the part of a pipeline that one replica reads.
 
-
-def _own_facts(feed: Feed) -> dict[str, str]:
-    count = feed.stage.cardinality()
-    steps = f"{count} on this rank; all ranks make as many as the longest input has"
-    names = {-1: "without end", -2: "as many as the longest input of a rank has"}
-    rows = "each rank reads its own input, and its replica gets all of it"
-    if feed.by_file:
-        rows = (
-            f"FILE: each replica opens 1 of {feed.replicas} inputs of the `interleave`"
-            f"; this one takes {feed.batch_size} rows in a step"
+    Its `interleave` opens every n-th element of its input, and its last `batch` makes
+    the replica's part of a global batch.
+    """
+    if not isinstance(stage, Derived) or not _has_interleave(stage):
+        raise ValueError(
+            f"{_CALL}: AutoShardPolicy.FILE is for a dataset that opens files in an "
+            "`interleave`: `Dataset.list_files(pattern).interleave(open_one).batch(n)`"
+            "; write AutoShardPolicy.DATA"
         )
-    ends = "a rank without rows gets empty arrays until all are done"
-    return {"steps": names.get(count, steps), "rows": rows, "uneven ends": ends}
-
-
-def _facts_of_batches(feed: Feed) -> dict[str, str]:
-    count, size, n = feed.stage.cardinality(), feed.batch_size, feed.replicas
-    names = {-1: "without end", -2: "their number is not known"}
-    many = names.get(count, f"{count} an epoch")
-    rule = f"each batch as it comes, in pieces of ceil(rows / {n})"
-    if feed.policy is AutoShardPolicy.OFF:
-        rule = (
-            "by a plan for the full batch, in pieces that differ by one row at most; a "
-            "partial batch fills them in order"
+    if isinstance(stage, Interleave) and not _has_interleave(stage.parent):
+        count = stage.parent.size
+        if 0 <= count < replicas:
+            raise ValueError(
+                f"{_CALL}: AutoShardPolicy.FILE needs a file for each of {replicas} "
+                f"replicas, and the `interleave` of this dataset has {count}; write "
+                "AutoShardPolicy.DATA"
+            )
+        return stage.of([Part([stage.parent], "", replica, None, replicas)])
+    if stage.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_STEPS):
+        raise ValueError(
+            f"{_CALL}: AutoShardPolicy.FILE cannot be used with the `{stage.method}` "
+            "after the `interleave`, since it would count the rows of each replica "
+            "separately; write AutoShardPolicy.DATA"
         )
-    assert feed.policy is not None
-    facts = {
-        "global batches": f"of {size or 'the same number of'} rows, {many}",
-        "split": f"{feed.policy.name}: {rule}",
-        "reading": _reading(feed.stage),
-    }
-    if size is None:
-        return facts
-    bounds = [feed.split(size, replica) for replica in range(n)]
-    pieces = itertools.groupby(stop - start for start, stop in bounds)
-    runs = [(rows, len(list(run))) for rows, run in pieces]
-    shown = ", ".join(f"{rows} on {replicas}" for rows, replicas in runs)
-    facts["rows"] = f"of a full batch on how many replicas: {shown}"
-    if idle := sum(replicas for rows, replicas in runs if not rows):
-        remedy = f"batches of {n} rows or more"
-        if size >= n:
-            remedy = f'a multiple of {n} rows, or auto_shard_policy="OFF"'
-        facts["note"] = f"{idle} of {n} replicas never get a row; take {remedy}"
-    return facts
+    last = isinstance(stage, Batch) and not batched
+    parent = _shard_by_file(stage.parent, replicas, replica, batched=batched or last)
+    if not isinstance(stage, Batch) or not last:
+        return stage.of([parent])
+    rows = stage.size_of_batch
+    if rows < replicas:
+        raise ValueError(
+            f"{_CALL}: AutoShardPolicy.FILE needs global batches of a row for each "
+            f"replica, {replicas}, and those of this dataset have {rows}"
+        )
+    first, after = split_by_plan(rows, replicas, replica, rows)
+    return dataclasses.replace(stage, parents=[parent], size_of_batch=after - first)
 
 
-def _reading(stage: Stage) -> str:
-    text = "each rank reads whole batches, and keeps the rows of its replica"
-    if not stage.whole:
-        text = "each rank goes through all elements, and keeps those of its replica"
-        if stage.indexed:
-            text = "each rank reads the rows of its replica, and no others"
-    elif not isinstance(stage, Items):
-        text += f", because of {stage.whole}"
-    return f"{text}; a thread reads {stage.depth} ahead" if stage.depth else text
+def _has_interleave(stage: Stage) -> bool:
+    while not isinstance(stage, Interleave) and len(stage.parents) == 1:
+        (stage,) = stage.parents
+    return isinstance(stage, Interleave)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,6 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank
 from mpidist._base.types import Array, Nest
-from mpidist._collectives.collectives import Collectives
 from mpidist._merge.commands import Pickler
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._inputs import Items, state_of
@@ -133,42 +133,31 @@ class Feed:
         text = self.stage.text
         return text if isinstance(self.stage, Items) else f"Dataset of {text}"
 
-    @property
-    def collectives(self) -> Collectives:
-        """The operations of the strategy."""
-        return self.group.collectives
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self.group.num_replicas
-
     def split(self, rows: int, replica: int) -> tuple[int, int]:
         """Return the range of rows of a global batch that a replica gets."""
         if self.policy is AutoShardPolicy.OFF:
             size = self.batch_size or rows
-            return split_by_plan(rows, self.replicas, replica, size)
-        return split_as_it_comes(rows, self.replicas, replica)
+            return split_by_plan(rows, self.group.num_replicas, replica, size)
+        return split_as_it_comes(rows, self.group.num_replicas, replica)
 
-    def read(self, stream: Iterator[Block]) -> Piece | None:
-        """Read this rank's part of the next element. May run in a thread; no MPI."""
-        block = next(stream, None)
-        if block is None:
-            return None
-        state = state_of(stream) if self.stage.again else None
-        rows, checksum = block.rows, 0
-        if self.policy is None:
-            if isinstance(block, LazyBlock):
-                return Piece(rows, block.part(0, rows), state)
-            return Piece(rows, block, state)
-        if isinstance(block, RowBlock):
-            rows = count_rows(block, "experimental_distribute_dataset", self.replicas)
-            if self.checked:
-                checksum = block.checksum()
-        if self.batch_size is None:
-            self.batch_size = rows
-        start, stop = self.split(rows, self.collectives.comm.rank)
-        return Piece(rows, block.part(start, stop), state, checksum)
+    def pieces(self, stream: Iterator[Block]) -> Iterator[Piece]:
+        """Yield this rank's parts of elements. May run in a thread; no MPI."""
+        for block in stream:
+            state = state_of(stream) if self.stage.again else None
+            rows, checksum = block.rows, 0
+            if self.policy is None:
+                whole = block.part(0, rows) if isinstance(block, LazyBlock) else block
+                yield Piece(rows, whole, state)
+                continue
+            if isinstance(block, RowBlock):
+                rows = count_rows(
+                    block, "experimental_distribute_dataset", self.group.num_replicas
+                )
+                checksum = block.checksum() if self.checked else 0
+            if self.batch_size is None:
+                self.batch_size = rows
+            start, stop = self.split(rows, self.group.replica_id)
+            yield Piece(rows, block.part(start, stop), state, checksum)
 
     def why_it_ends_with_a_replica(self) -> str:
         """Return why nobody can read this input when a replica has died, or ""."""
@@ -193,7 +182,7 @@ class Feed:
 
     def place(self, leaf: Array) -> Array:
         """Return an array on the device where it belongs."""
-        device = self.collectives.device
+        device = self.group.device
         if not self.to_device or device.kind == "cpu" or backend.is_device_array(leaf):
             return leaf
         if leaf.dtype.kind not in "biufcV":
@@ -215,7 +204,7 @@ class Feed:
 
     def learn(self, own: bytes) -> None:
         """Tell all ranks what elements are like, by each `dump_spec`. Collective."""
-        comm = self.collectives.comm
+        comm = self.group.communicator
         with comm.traffic:
             dumped = comm.all_gather_objects(own)
         found = [empty_of(pickle.loads(x)) if x else None for x in dumped]
@@ -251,7 +240,7 @@ class Feed:
         ``checksum`` is that of this rank's batch; 0: its input has ended.
         """
         asked = Call(f"{call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
-        if not self.collectives.guard.agree_and_compare(asked, checksum):
+        if not self.group.guard.agree_and_compare(asked, checksum):
             text = self._differing(
                 what,
                 checksum,
@@ -259,12 +248,12 @@ class Feed:
                 ". Give every shuffle and every random function of the input the same "
                 "seed on all ranks",
             )
-            raise ValueError(on_rank(self.collectives.comm.rank, text))
+            raise ValueError(on_rank(self.group.replica_id, text))
 
     def _differing(
         self, what: str, own: int, show: Callable[[int], str], remedy: str
     ) -> str:
-        comm = self.collectives.comm
+        comm = self.group.communicator
         with comm.traffic:
             found = comm.all_gather_integers([own])
         lines = by_value([number for (number,) in found], show)
@@ -273,3 +262,77 @@ class Feed:
             "`experimental_distribute_dataset` needs the same global batches on every "
             f"rank, of which each replica gets its part{remedy}"
         )
+
+
+# --- the description ---------------------------------------------------------------
+
+
+def describe_feed(feed: Feed) -> str:
+    """Return the text of `DistributedDataset.describe`."""
+    spec = feed.stage.spec() if feed.empty is None else feed.element_spec()
+    elements = "not known before the first is read"
+    if spec is not None:
+        leaves, structure = nest.flatten(spec)
+        elements = structure.render([str(leaf) for leaf in leaves])
+    facts = {"input": feed.text, "elements": elements}
+    facts |= _own_facts(feed) if feed.policy is None else _facts_of_batches(feed)
+    count = feed.group.num_replicas
+    plural = "" if count == 1 else "s"
+    lines = [f"DistributedDataset #{feed.number} on {count} replica{plural}"]
+    return "\n".join(lines + [f"  {name:<16}{text}" for name, text in facts.items()])
+
+
+def _own_facts(feed: Feed) -> dict[str, str]:
+    count = feed.stage.cardinality()
+    steps = f"{count} on this rank; all ranks make as many as the longest input has"
+    names = {-1: "without end", -2: "as many as the longest input of a rank has"}
+    rows = "each rank reads its own input, and its replica gets all of it"
+    if feed.by_file:
+        rows = (
+            f"FILE: each replica opens 1 of {feed.group.num_replicas} inputs of the "
+            f"`interleave`; this one takes {feed.batch_size} rows in a step"
+        )
+    ends = "a rank without rows gets empty arrays until all are done"
+    return {"steps": names.get(count, steps), "rows": rows, "uneven ends": ends}
+
+
+def _facts_of_batches(feed: Feed) -> dict[str, str]:
+    count, size, n = feed.stage.cardinality(), feed.batch_size, feed.group.num_replicas
+    names = {-1: "without end", -2: "their number is not known"}
+    many = names.get(count, f"{count} an epoch")
+    rule = f"each batch as it comes, in pieces of ceil(rows / {n})"
+    if feed.policy is AutoShardPolicy.OFF:
+        rule = (
+            "by a plan for the full batch, in pieces that differ by one row at most; a "
+            "partial batch fills them in order"
+        )
+    assert feed.policy is not None
+    facts = {
+        "global batches": f"of {size or 'the same number of'} rows, {many}",
+        "split": f"{feed.policy.name}: {rule}",
+        "reading": _reading(feed.stage),
+    }
+    if size is None:
+        return facts
+    bounds = [feed.split(size, replica) for replica in range(n)]
+    pieces = itertools.groupby(stop - start for start, stop in bounds)
+    runs = [(rows, len(list(run))) for rows, run in pieces]
+    shown = ", ".join(f"{rows} on {replicas}" for rows, replicas in runs)
+    facts["rows"] = f"of a full batch on how many replicas: {shown}"
+    if idle := sum(replicas for rows, replicas in runs if not rows):
+        remedy = f"batches of {n} rows or more"
+        if size >= n:
+            remedy = f'a multiple of {n} rows, or auto_shard_policy="OFF"'
+        facts["note"] = f"{idle} of {n} replicas never get a row; take {remedy}"
+    return facts
+
+
+def _reading(stage: Stage) -> str:
+    text = "each rank reads whole batches, and keeps the rows of its replica"
+    if not stage.whole:
+        text = "each rank goes through all elements, and keeps those of its replica"
+        if stage.indexed:
+            text = "each rank reads the rows of its replica, and no others"
+    elif not isinstance(stage, Items):
+        text += f", because of {stage.whole}"
+    return f"{text}; a thread reads {stage.depth} ahead" if stage.depth else text

@@ -6,8 +6,8 @@ A sequence of batches, an iterable, or a function that returns the next one.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -15,8 +15,7 @@ import numpy as np
 
 from mpidist._base import shuffle_seeds
 from mpidist._base.types import Nest
-from mpidist.data._dataset import Dataset
-from mpidist.data._elements import stage_of
+from mpidist.data._dataset import Dataset, stage_of
 from mpidist.data._positions import OutOfRangeError
 from mpidist.data._rows import RowBlock, block_of, protected
 from mpidist.data._stage import INFINITE, UNKNOWN, Block, Stage, too_short
@@ -34,12 +33,9 @@ class Calls(Iterable[Nest]):
         self.function = function
 
     def __iter__(self) -> Iterator[Nest]:
-        while True:
-            try:
-                element = self.function()
-            except (StopIteration, OutOfRangeError):
-                return
-            yield element
+        with contextlib.suppress(StopIteration, OutOfRangeError):
+            while True:
+                yield self.function()
 
 
 class Items(Stage):
@@ -254,14 +250,12 @@ def _to_json(value: Any, name: str) -> Any:
         return [_to_json(part, name) for part in value]
     if isinstance(value, np.generic):
         return value.item()
-    try:
-        json.dumps(value)
-    except TypeError:
-        raise TypeError(
-            f"state: the `get_state()` of {name} has a {type(value).__name__}, which "
-            "is not bytes, a number, a string, a list or a dict"
-        ) from None
-    return value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"state: the `get_state()` of {name} has a {type(value).__name__}, which is "
+        "not bytes, a number, a string, a list or a dict"
+    )
 
 
 def _from_json(value: Any) -> Any:

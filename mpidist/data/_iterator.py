@@ -52,7 +52,7 @@ class DistributedIterator(PositionedIterator):
         self._position = position
         self._source_state = source_state
         self._stream: Iterator[Block] | None = None
-        self._ahead: Ahead[Piece] | None = None
+        self._pieces: Iterator[Piece] | None = None
         self._waiting = False  # a piece was read but not returned
         self._piece: Piece | None = None
         self._failure = ""
@@ -92,7 +92,7 @@ class DistributedIterator(PositionedIterator):
         self._close()
         self._start(self._feed.next_iteration(), 0)
         text = f"initialize of an iterator of dataset #{self._feed.number}"
-        self._feed.collectives.guard.agree(Call(text))
+        self._feed.group.guard.agree(Call(text))
         return []
 
     @property
@@ -118,12 +118,12 @@ class DistributedIterator(PositionedIterator):
         """
         feed, own = self._feed, self._own_state()
         # All ranks read the same global batches: one state, for any number of ranks.
-        rank = feed.collectives.comm.rank if feed.policy is None else 0
+        rank = feed.group.replica_id if feed.policy is None else 0
         return super().state() | {
             "input": "own" if feed.policy is None else "global",
             "batch_size": feed.batch_size,
             "cardinality": self._stage.cardinality(),
-            "replicas": feed.replicas,
+            "replicas": feed.group.num_replicas,
             "sources": {} if own is None else {str(rank): own},
         }
 
@@ -154,25 +154,17 @@ class DistributedIterator(PositionedIterator):
                 its position, on all ranks; but a source that can be read only once is
                 lost.
         """
-        feed = self._feed
-        call = "DistributedIterator.restore"
+        feed, call = self._feed, "DistributedIterator.restore"
         context.require_program_level(feed.group, "restore")
-        guard = feed.collectives.guard
+        guard = feed.group.guard
         with guard.checking(call):
             to = checked_state(call, state, self.state())
             iteration, position = int(to["iteration"]), int(to["position"])
-            source_state = to["sources"].get(str(feed.collectives.comm.rank))
+            source_state = to["sources"].get(str(feed.group.replica_id))
             if source_state is None and feed.policy is not None:
                 source_state = next(iter(to["sources"].values()), None)
             seeds = to["shuffle_seeds"]
             stage = self._stage.with_shuffle_seeds(iter(seeds))
-        stream = self._stream if stage.one_shot else None
-        try:
-            # Nothing that was read before is dropped until all ranks have got there.
-            stream = stage.stream(iteration, position, source_state, stream)
-        except Exception as error:
-            self._spoil()
-            feed.collectives.invalid(call, _no_stop(error))
         batch_size = feed.batch_size or to["batch_size"]
         text = (
             f"restore of dataset #{feed.number} to element {position} of iteration "
@@ -181,10 +173,18 @@ class DistributedIterator(PositionedIterator):
         if feed.policy is not None:
             text += f", with batch_size={batch_size}"
             text += f", and the seeds {seeds}" if seeds else ""
+        stream = self._stream if stage.one_shot else None
         try:
-            feed.collectives.guard.agree(Call(text))
+            # Nothing that was read before is dropped until all ranks have got there.
+            with guard.checking(call):
+                stream = stage.stream(iteration, position, source_state, stream)
+            guard.agree(Call(text))
         except BaseException:
-            self._spoil()
+            if stage.one_shot:
+                self._failure = (
+                    "its `restore` failed, and its source can be read only once; "
+                    "restore an iterator of a new source"
+                )
             raise
         feed.batch_size = batch_size
         self._close()
@@ -192,14 +192,6 @@ class DistributedIterator(PositionedIterator):
         self._stream = stream
         self._stage = feed.stage = stage
         feed.iterations = iteration + 1
-
-    def _spoil(self) -> None:
-        """After a failed restore, mark a source that cannot be reopened as lost."""
-        if self._stage.one_shot:
-            self._failure = (
-                "its `restore` failed, and its source can be read only once; "
-                "restore an iterator of a new source"
-            )
 
     def __elastic_problem__(self) -> str:
         return self._feed.why_it_ends_with_a_replica()
@@ -221,7 +213,7 @@ class DistributedIterator(PositionedIterator):
                 "e.g. strategy.run(replica_fn, args=(next(iterator),))"
             )
         context.require_program_level(feed.group, name)
-        guard = feed.collectives.guard
+        guard = feed.group.guard
         if self._failure:
             with guard.checking(name):
                 raise RuntimeError(f"{name}: {self._failure}")
@@ -234,7 +226,7 @@ class DistributedIterator(PositionedIterator):
             number = 0 if piece is None else piece.rows + 1
             most, same = guard.agree_on_largest(call, number)
         except Exception:
-            if guard.reports.failures > failures or feed.collectives.comm.size == 1:
+            if guard.reports.failures > failures or feed.group.num_replicas == 1:
                 self._leave_out(guard.reports.calls)
             raise
         if most == 0:
@@ -314,16 +306,15 @@ class DistributedIterator(PositionedIterator):
     # --- reading --------------------------------------------------------------
 
     def _read(self) -> Piece | None:
-        feed = self._feed
         if self._stream is None:
             self._stream = self._stage.stream(
                 self._iteration, self._position, self._own_state()
             )
-        if not feed.stage.depth:
-            return feed.read(self._stream)
-        if self._ahead is None:
-            self._ahead = read_ahead(_pieces(feed, self._stream), feed.stage.depth)
-        return next(self._ahead, None)
+        if self._pieces is None:
+            self._pieces = self._feed.pieces(self._stream)
+            if self._stage.depth:
+                self._pieces = read_ahead(self._pieces, self._stage.depth)
+        return next(self._pieces, None)
 
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
         """After an error, prepare to open the input anew, or never again."""
@@ -337,14 +328,9 @@ class DistributedIterator(PositionedIterator):
             )
 
     def _close(self, *, wait: bool = True) -> None:
-        if self._ahead is not None:
-            self._ahead.close(wait=wait)
-            self._ahead = None
-
-
-def _pieces(feed: Feed, stream: Iterator[Block]) -> Iterator[Piece]:
-    while (piece := feed.read(stream)) is not None:
-        yield piece
+        if isinstance(self._pieces, Ahead):
+            self._pieces.close(wait=wait)
+        self._pieces = None
 
 
 def _no_stop(error: BaseException) -> BaseException:

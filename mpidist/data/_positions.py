@@ -6,15 +6,16 @@ files, which anyone may have changed.
 
 from __future__ import annotations
 
-import collections.abc
+import collections
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Self
 
 from mpidist._base.types import Nest
+from mpidist.data._ahead import Ahead, read_ahead
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from mpidist.data._rows import block_of
-from mpidist.data._stage import Stage
+from mpidist.data._stage import Stage, Token
 
 FORMAT: Final = 1
 _KINDS: Final = {
@@ -86,7 +87,7 @@ class Optional:
         return f"Optional({self._element!r})" if self._has_value else "Optional()"
 
 
-class PositionedIterator(collections.abc.Iterator[Nest]):
+class PositionedIterator(Iterator[Nest]):
     """An iterator that knows its position: what all iterators have in common.
 
     Attributes:
@@ -230,3 +231,121 @@ def _size_in(state: dict[str, Any]) -> str:
     size, rows = state["cardinality"], state["batch_size"]
     many = {-1: "endlessly many", -2: "an unknown number of"}.get(size, size)
     return f"{many} batches of {'any number of' if rows is None else rows} rows"
+
+
+# --- the iterator of a Dataset --------------------------------------------------------
+
+
+class _Tokens:
+    """The tokens of a stage, which go on after an element that failed.
+
+    Attributes:
+        left: those that were taken, and whose elements were not returned.
+        error: what finding them raised.
+    """
+
+    def __init__(self, tokens: Iterator[Token]) -> None:
+        self._tokens = tokens
+        self.left: collections.deque[Token] = collections.deque()
+        self.error: Exception | None = None
+
+    def take(self) -> Iterator[Token]:
+        """Yield those that are left, and then the others."""
+        yield from tuple(self.left)
+        while self.error is None:
+            try:
+                token = next(self._tokens)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.error = error
+                break
+            self.left.append(token)
+            yield token
+        raise self.error
+
+
+class DatasetIterator(PositionedIterator):
+    """Iterates over the elements of a `Dataset`: the result of ``iter(dataset)``.
+
+    Its threads, if there are any, end with it. An element whose function raised an
+    exception is left out, a batch with all its rows: the next call goes on after it; to
+    try it again, pass `state` to `restore`. After an exception of what finds the
+    elements (a generator, a predicate, the function of `interleave`), later calls raise
+    a RuntimeError.
+    """
+
+    def __init__(
+        self, stage: Stage, iteration: int, restored: Callable[[Stage, int], None]
+    ) -> None:
+        """Not for users: call ``iter(dataset)``."""
+        self._stage, self._restored = stage, restored
+        self._go_to(iteration, 0)
+
+    def _go_to(self, iteration: int, position: int) -> None:
+        self._iteration, self._position = iteration, position
+        self._tokens: _Tokens | None = None
+        self._elements: Iterator[Nest] | None = None
+        self._ended = self._failed = False
+        self._broken: Exception | None = None  # by what finds the elements
+
+    def _step(self, call: str) -> tuple[bool, Nest]:
+        if self._ended:
+            return False, None
+        if self._broken:
+            raise RuntimeError(
+                f"{call}: the input raised a {type(self._broken).__name__} and cannot "
+                "continue; make a new iterator with `iter(dataset)`"
+            ) from self._broken
+        tokens = self._tokens
+        if tokens is None:
+            stage, position = self._stage, self._position
+            tokens = self._tokens = _Tokens(stage.tokens((self._iteration,), position))
+        if self._failed:
+            self._position += 1
+            tokens.left.popleft()
+            self._failed = False
+        try:
+            if self._elements is None:
+                self._elements = self._stage.load(tokens.take())
+                if self._stage.depth:
+                    self._elements = read_ahead(self._elements, self._stage.depth)
+            element = next(self._elements)
+        except StopIteration:
+            self._ended, self._elements = True, None
+            return False, None
+        except Exception as error:
+            elements, self._elements = self._elements, None
+            if error is tokens.error:
+                self._broken = error
+            elif tokens.left:
+                self._failed = True
+                if isinstance(elements, Ahead):
+                    elements.close()  # its thread takes tokens
+            raise
+        except BaseException:  # Ctrl-C: the element is read again
+            self._elements = self._tokens = None
+            raise
+        tokens.left.popleft()
+        self._position += 1
+        return True, element
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of `ArraySpec` of an element: that of the dataset."""
+        return self._stage.element_spec
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go to a position: the next element is the one after it.
+
+        Args:
+            state: the result of `state` of an iterator over the same dataset. Shuffles
+                without a seed get those of the state, here and in later iterators.
+
+        Raises:
+            ValueError: if it is not such a state.
+        """
+        state = checked_state("DatasetIterator.restore", state, self.state())
+        self._stage = self._stage.with_shuffle_seeds(iter(state["shuffle_seeds"]))
+        self._go_to(int(state["iteration"]), int(state["position"]))
+        self._restored(self._stage, self._iteration + 1)

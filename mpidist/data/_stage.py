@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
@@ -62,6 +63,7 @@ class Stage:
     """A sequence of elements.
 
     Attributes:
+        parents: the stages that it is made of.
         size: the number of elements; `INFINITE` or more if infinite; `UNKNOWN` if only
             reading tells. That of an indexed stage is never unknown.
         indexed: whether the token of any element is found by its number.
@@ -77,6 +79,7 @@ class Stage:
         text: how it was created, for users and for comparing ranks.
     """
 
+    parents: Sequence[Stage] = ()
     size: int
     indexed: bool = True
     batch_size: int | None = None
@@ -102,15 +105,21 @@ class Stage:
 
     def sample(self) -> int:
         """Return a checksum of some rows of arrays in memory; 0: it has none."""
-        return 0
+        return self.parents[0].sample() if len(self.parents) == 1 else 0
 
     def shuffle_seeds(self) -> list[int]:
         """Return the seeds of shuffles for which the program gave none."""
-        return []
+        return [seed for parent in self.parents for seed in parent.shuffle_seeds()]
 
     def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
         """Return this stage with other `shuffle_seeds`; itself if they are the same."""
-        return self
+        made = [parent.with_shuffle_seeds(seeds) for parent in self.parents]
+        same = all(map(operator.is_, made, self.parents))
+        return self if same else self.of(made)
+
+    def of(self, parents: Sequence[Stage]) -> Stage:
+        """Return the same of other parents."""
+        raise NotImplementedError
 
     def tokens(self, in_pass: Pass, start: int = 0) -> Iterator[Token]:
         """Return the tokens from an element on."""
@@ -175,7 +184,12 @@ class Stage:
 
         With ``trial`` the function of a `map` may be called to find it.
         """
-        return None
+        inner = [parent.spec(trial=trial) for parent in self.parents]
+        return None if not inner or None in inner else self.spec_of(*inner)
+
+    def spec_of(self, *inner: Nest) -> Nest | None:
+        """Return the spec of an element, given those of the parents."""
+        return inner[0]
 
     @functools.cached_property
     def element_spec(self) -> Nest:
@@ -222,46 +236,39 @@ class Stage:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Derived(Stage):
-    """A stage on another one.
-
-    `dataclasses.replace(stage, parent=other)` makes the same of another parent.
+    """A stage made of others.
 
     Attributes:
-        parent: the other stage.
-        call: the method that made this one, with the arguments that determine the
-            elements.
+        call: the method that made it, with the arguments that determine the elements.
     """
 
-    parent: Stage
+    parents: Sequence[Stage] = dataclasses.field()
     call: str
 
     def inherit(self, size: int | None = None) -> None:
-        """Set the attributes to those of the parent; ``size`` too, if it is None."""
-        parent = self.parent
-        self.size = parent.size if size is None else size
-        self.indexed = parent.indexed
-        self.batch_size, self.full = parent.batch_size, parent.full
-        self.whole = parent.whole
-        self.depth = parent.depth
-        self.options = parent.options
-        self.text = f"{parent.text}.{self.call}" if self.call else parent.text
+        """Set the attributes to those of the parents; ``size`` too, if it is None."""
+        first = self.parent
+        self.size = first.size if size is None else size
+        self.batch_size, self.whole = first.batch_size, first.whole
+        self.full = first.full and len(self.parents) == 1
+        self.indexed = all(parent.indexed for parent in self.parents)
+        self.depth = max(parent.depth for parent in self.parents)
+        options = [parent.options for parent in self.parents]
+        self.options = functools.reduce(Options.merge, options)
+        self.text = f"{first.text}.{self.call}" if self.call else first.text
+
+    @property
+    def parent(self) -> Stage:
+        """The only parent, or the first."""
+        return self.parents[0]
 
     @property
     def method(self) -> str:
         """The name of the method that made this stage."""
         return self.call.partition("(")[0]
 
-    def sample(self) -> int:
-        return self.parent.sample()
-
-    def shuffle_seeds(self) -> list[int]:
-        return self.parent.shuffle_seeds()
-
-    def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
-        parent = self.parent.with_shuffle_seeds(seeds)
-        if parent is self.parent:
-            return self
-        return dataclasses.replace(self, parent=parent)
+    def of(self, parents: Sequence[Stage]) -> Stage:
+        return dataclasses.replace(self, parents=parents)
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return self.parent.at(indices, in_pass)
@@ -289,9 +296,6 @@ class Via(Derived):
 
     def open(self, token: Token) -> LazyBlock:
         return self.parent.open(token)
-
-    def spec(self, *, trial: bool = False) -> Nest | None:
-        return self.parent.spec(trial=trial)
 
 
 def apply(function: Callable[..., Any], element: Nest) -> Any:

@@ -171,11 +171,10 @@ class Shuffle(Via):
         self._orders: list[tuple[Pass, HostArray]] = []
 
     def shuffle_seeds(self) -> list[int]:
-        return self.parent.shuffle_seeds() + ([] if self.seeded else [self.seed])
+        return super().shuffle_seeds() + ([] if self.seeded else [self.seed])
 
     def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
-        stage = super().with_shuffle_seeds(seeds)
-        assert isinstance(stage, Shuffle)
+        stage: Any = super().with_shuffle_seeds(seeds)
         seed = self.seed if self.seeded else next(seeds)
         return stage if seed == self.seed else dataclasses.replace(stage, seed=seed)
 
@@ -252,12 +251,12 @@ class Map(Derived):
         return (apply(self.function, element) for element in elements)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
-        inner = self.parent.spec(trial=True) if trial else None
-        if inner is None:
-            return None
+        return super().spec(trial=True) if trial else None
+
+    def spec_of(self, *inner: Nest) -> Nest:
         zeros = nest.map_structure(
             lambda one: np.zeros([size or 0 for size in one.shape], one.dtype)[()],
-            inner,
+            inner[0],
         )
         block = block_of(apply(self.function, zeros), "Dataset.map")
         return block.spec(batched=self.batch_size is not None and not self.full)
@@ -283,9 +282,6 @@ class Filter(Derived):
         if self.method == "take_while":
             return itertools.takewhile(self._accepts, found)
         return (element for element in found if self._accepts(element))
-
-    def spec(self, *, trial: bool = False) -> Nest | None:
-        return self.parent.spec(trial=trial)
 
     def _accepts(self, element: Nest) -> bool:
         answer: Any = apply(self.predicate, element)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpidist.data import UNKNOWN_CARDINALITY, Dataset
-from mpidist.data._elements import stage_of
+from mpidist.data._dataset import stage_of
 from mpidist.data._rows import split_as_it_comes
 
 MOST = 120  # elements

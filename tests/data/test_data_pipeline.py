@@ -20,9 +20,8 @@ import mpidist
 from mpidist._base import shuffle_seeds, threads
 from mpidist.data import ArraySpec, Dataset
 from mpidist.data._ahead import read_ahead
-from mpidist.data._distribute import describe_feed
-from mpidist.data._elements import stage_of
-from mpidist.data._feed import Feed
+from mpidist.data._dataset import stage_of
+from mpidist.data._feed import Feed, describe_feed
 from mpidist.data._rows import split_as_it_comes, split_by_plan
 
 ROWS = 10
@@ -38,28 +37,6 @@ def arange(count=ROWS):
 def sizes(rule, rows, replicas, *more):
     bounds = [rule(rows, replicas, r, *more) for r in range(replicas)]
     return [stop - start for start, stop in bounds]
-
-
-@pytest.mark.parametrize(
-    ("rows", "batch", "replicas", "expected"),
-    [
-        (5, None, 2, [3, 2]),
-        (5, None, 3, [2, 2, 1]),
-        (5, None, 4, [2, 2, 1, 0]),
-        (6, None, 4, [2, 2, 2, 0]),
-        (8, None, 4, [2, 2, 2, 2]),
-        (5, 5, 4, [2, 1, 1, 1]),
-        (6, 8, 2, [4, 2]),
-        (6, 8, 3, [3, 3, 0]),
-        (6, 8, 4, [2, 2, 2, 0]),
-        (8, 8, 3, [3, 3, 2]),
-    ],
-)
-def test_the_pieces_are_those_of_tensorflow(rows, batch, replicas, expected):
-    if batch is None:
-        assert sizes(split_as_it_comes, rows, replicas) == expected
-    else:
-        assert sizes(split_by_plan, rows, replicas, batch) == expected
 
 
 @given(st.integers(0, 200), st.integers(1, 40), st.integers(1, 200))
@@ -107,9 +84,7 @@ def test_lists_of_numbers_are_arrays():
     ]
 
 
-def test_batch_and_drop_remainder():
-    assert lists(arange(5).batch(2)) == [[0, 1], [2, 3], [4]]
-    assert lists(arange(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
+def test_the_spec_and_the_batches_of_batches():
     assert arange(5).batch(2).element_spec.shape == (None,)
     assert arange(5).batch(2, drop_remainder=True).element_spec.shape == (2,)
     mapped = arange(5).map(lambda x: x + 1)
@@ -121,22 +96,17 @@ def test_batch_and_drop_remainder():
     assert lists(arange(5).batch(2).batch(2))[0] == [[0, 1], [2, 3]]
 
 
-def test_take_repeat_shard_and_their_lengths():
-    assert lists(arange(3).repeat(2)) == [0, 1, 2, 0, 1, 2]
-    assert lists(arange(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
-    assert lists(arange(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
-    assert lists(arange(7).shard(3, 1)) == [1, 4]
+def test_datasets_without_end_and_without_elements():
+    endless = arange(3).repeat()
+    assert lists(endless.take(7)) == [0, 1, 2, 0, 1, 2, 0]
+    assert lists(arange(3).repeat(-1).take(4)) == [0, 1, 2, 0]
+    assert endless.cardinality() == mpidist.data.INFINITE_CARDINALITY
+    assert endless.batch(2).cardinality() == -1
+    with pytest.raises(TypeError, match="no len"):
+        len(endless)
+    assert lists(arange(0).repeat()) == []
     assert lists(arange(2).shard(3, 2)) == []
     assert len(arange(7).shard(3, 0)) == 3
-    assert len(arange(3).repeat(2).batch(4)) == 2
-    assert arange(3).repeat().cardinality() == mpidist.data.INFINITE_CARDINALITY
-    assert arange(3).repeat().batch(2).cardinality() == -1
-    assert lists(arange(3).repeat(0)) == []
-    assert lists(arange(3).repeat(-1).take(4)) == [0, 1, 2, 0]
-    assert lists(arange(3).take(-1)) == [0, 1, 2]
-    assert lists(arange(0).repeat()) == []
-    with pytest.raises(TypeError, match="no len"):
-        len(arange(3).repeat())
 
 
 def test_map_gets_rows_before_batch_and_batches_after_it():
@@ -380,14 +350,8 @@ def test_input_context():
 
 
 def test_input_options():
-    options = mpidist.InputOptions()
-    assert options.experimental_fetch_to_device is True
-    assert (
-        options.experimental_replication_mode is mpidist.InputReplicationMode.PER_WORKER
-    )
-    assert options.experimental_place_dataset_on_device is False
-    assert options.experimental_per_replica_buffer_size == 1
-    assert options.auto_shard_policy is mpidist.data.AutoShardPolicy.AUTO
+    assert mpidist.InputOptions().experimental_fetch_to_device is True
+    assert mpidist.InputOptions().auto_shard_policy is mpidist.data.AutoShardPolicy.AUTO
     older = mpidist.InputOptions(experimental_prefetch_to_device=False)
     assert older == mpidist.InputOptions(False)
     assert mpidist.InputOptions(auto_shard_policy="off").auto_shard_policy.value == -1

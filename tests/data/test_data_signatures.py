@@ -60,18 +60,6 @@ def test_a_signature_is_that_of_tensorflow(method):
     assert [name for name in parameters if name != "self"] == SIGNATURES[method].split()
 
 
-def test_name_is_accepted_by_sources_and_by_what_makes_no_dataset(tmp_path):
-    (tmp_path / "a").touch()
-    assert len(Dataset.list_files(str(tmp_path / "*"), name="n")) == 1
-    assert lists(Dataset.range(3, name="n")) == [0, 1, 2]
-    assert lists(Dataset.from_tensors([1, 2], name="n")) == [[1, 2]]
-    assert lists(Dataset.from_tensor_slices([1, 2], name="n")) == [1, 2]
-    assert lists(Dataset.from_generator(lambda: iter([1]), name="n")) == [1]
-    both = Dataset.zip(Dataset.range(2), Dataset.range(2), name="n")
-    assert lists(both.batch(2).unbatch(name="n")) == [[0, 0], [1, 1]]
-    assert Dataset.range(4).reduce(0, lambda a, b: a + b, name="n") == 6
-
-
 def test_numbers_may_be_arrays_without_dimensions():
     def zero_d(x):
         return np.array(x, np.int64)
