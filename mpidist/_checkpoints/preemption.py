@@ -89,7 +89,7 @@ class PreemptionCheckpointHandler:
         checkpoint_or_checkpoint_manager: a `CheckpointManager`; or a `Checkpoint`, of
             which the newest is kept in ``checkpoint_dir``. The number of calls of `run`
             is saved with it, as ``total_run_calls``.
-        checkpoint_dir: the directory, if a `Checkpoint` is given.
+        checkpoint_dir: the directory, if a `Checkpoint` is given; else it is ignored.
         termination_config: a `TerminationConfig`.
 
     Raises:
@@ -108,7 +108,7 @@ class PreemptionCheckpointHandler:
         given: object = checkpoint_or_checkpoint_manager
         if isinstance(given, Checkpoint) and checkpoint_dir is not None:
             checkpoint = given
-        elif isinstance(given, CheckpointManager) and checkpoint_dir is None:
+        elif isinstance(given, CheckpointManager):  # as TensorFlow, with its directory
             checkpoint = given.checkpoint
         else:
             raise TypeError(

@@ -56,6 +56,7 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
     again = mpidist.experimental.PreemptionCheckpointHandler(
         None,
         manager,
+        manager.directory,  # ignored, as in TensorFlow
         termination_config=config(
             grace_period=1.0, save_fn=lambda: manager.save(wait=False)
         ),

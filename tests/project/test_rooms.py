@@ -140,7 +140,7 @@ def test_every_room_has_tests_in_a_folder_of_its_name():
 def test_no_folder_of_tests_has_the_name_of_a_mark():
     # pytest-mpi takes all tests in a folder "mpi" for marked, and skips them.
     folders = {path.parent.name for path in (ROOT / "tests").rglob("*.py")}
-    assert not folders & {"mpi", "mpi_skip", "core", "replicas"}
+    assert not folders & {"mpi", "mpi_skip", "gpu", "core", "replicas"}
     # Nor of a library: `find_spec` would find it there.
     assert not folders & {"tensorflow", *OWNERS, *ROOM_OF}
 
