@@ -8,10 +8,11 @@ Torch tensors and JAX arrays on the host become NumPy arrays of the same memory,
 on a GPU CuPy arrays (through DLPack, which orders the streams), and results are turned
 back in the same way. `mpidist docs arrays` has the table of what is copied.
 
-DLPack orders reads after writes; it does not tell a library that memory which it gets
-back is still used on another stream. Each library reuses memory in the order of streams
-of its own: that of JAX's arguments waits for what reads it (`wait_until_read`), and
-torch gets a copy of a result where its stream is not CuPy's (`_to_torch`).
+DLPack orders reads after writes. It does not tell a library that memory which it gets
+back is still in use on another stream: each library reuses memory in the order of its
+own streams. So JAX arrays on a GPU are copied in both directions, since JAX has no
+stream that others could wait for; torch is told of CuPy's stream if its own is another,
+and gets a copy of a result then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -196,6 +197,8 @@ def _view_of_torch(x: Guest, call: str) -> Any:
             wanted = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
             x = x.view(torch.int16)
         found: Array = _from_cuda(x) if kind == "cuda" else x.numpy()
+        if kind == "cuda":
+            _keep_until_read(x)
         return found if wanted is None else found.view(wanted)
     except ImportError as error:
         raise TypeError(
@@ -209,6 +212,17 @@ def _view_of_torch(x: Guest, call: str) -> Any:
             "`x.cpu()`; inside `torch.func` transforms and `torch.export` there are "
             "no values yet: call it outside"
         ) from error
+
+
+def _keep_until_read(x: Guest) -> None:
+    """Have torch not reuse the memory of a tensor before CuPy's stream has read it."""
+    cuda, number = sys.modules["torch"].cuda, _stream_of_cupy().ptr
+    if cuda.current_stream(x.device).cuda_stream == number:
+        return
+    ours = cuda.default_stream(x.device)  # 0 is no number of an external stream
+    if number != ours.cuda_stream:
+        ours = cuda.ExternalStream(number, device=x.device)
+    x.record_stream(ours)
 
 
 def _device_of_jax(x: Guest, call: str) -> Any:
@@ -243,7 +257,9 @@ def _view_of_jax(x: Guest, call: str) -> Array:
         host: HostArray = np.asarray(x)
         return host
     try:
-        return _from_cuda(x)
+        copy = _from_cuda(x).copy()
+        _stream_of_cupy().synchronize()
+        return copy
     except (TypeError, RuntimeError, BufferError) as error:
         raise TypeError(
             f"{call}: cannot take a JAX array on {device.platform} ({error}); for a "
@@ -261,6 +277,10 @@ def _from_cuda(x: Guest) -> Array:
     return cupy.from_dlpack(x)
 
 
+def _stream_of_cupy() -> Any:
+    return sys.modules["cupy"].cuda.get_current_stream()
+
+
 def restore(array: Array, kind: GuestKind) -> Guest:
     """Return a NumPy or CuPy array as a torch tensor or JAX array.
 
@@ -275,22 +295,11 @@ def restore(array: Array, kind: GuestKind) -> Guest:
         return _to_torch(array)
     jax = importlib.import_module("jax")
     if not isinstance(array, (np.ndarray, np.generic)):
-        wait_until_read([kind])
-        return jax.dlpack.from_dlpack(array)
+        copy = jax.numpy.array(jax.dlpack.from_dlpack(array), copy=True)
+        return copy.block_until_ready()
     if jax.default_backend() == "cpu":
         return jax.device_put(array)  # without a copy, other than jax.numpy.asarray
     return jax.device_put(array, jax.local_devices(backend="cpu")[0])
-
-
-def wait_until_read(kinds: Iterable[str]) -> None:
-    """Wait until the GPU has read the JAX arrays of a call, if some were on a GPU.
-
-    JAX reuses the memory of an array when the program lets go of it. NCCL may read it
-    later, on CuPy's stream. `restore` does it; a rank without results calls it.
-    """
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and "jax" in kinds:
-        cupy.cuda.get_current_stream().synchronize()
 
 
 def export_copy(
@@ -321,11 +330,11 @@ def _to_torch(array: Array) -> Guest:
         tensor = torch.from_numpy(raw if writable else np.array(raw))
     else:
         tensor = torch.from_dlpack(raw)
-        theirs = torch.cuda.current_stream(tensor.device)
-        ours = sys.modules["cupy"].cuda.get_current_stream()
-        if theirs.cuda_stream != ours.ptr:
+        theirs = torch.cuda.current_stream(tensor.device).cuda_stream
+        ours = _stream_of_cupy()
+        if theirs != ours.ptr:
             # CuPy would reuse the memory for a later result while torch's kernels read
-            # this one.
+            # this one: it waits for the copy.
             tensor = tensor.clone()
-            torch.cuda.ExternalStream(ours.ptr).wait_stream(theirs)
+            ours.wait_event(sys.modules["cupy"].cuda.ExternalStream(theirs).record())
     return tensor.view(torch.bfloat16) if short else tensor

@@ -17,7 +17,7 @@ import numpy as np
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import FROM_RANK_0
-from mpidist._base import backend, checksums, guests, nest
+from mpidist._base import backend, checksums, nest
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape
@@ -198,7 +198,6 @@ class Copies:
             for x in arrays:
                 transport = self.resources.transports.of(x)
                 transport.broadcast(backend.as_bytes(x), 0)
-        guests.wait_until_read(head.kind for head in heads)
         return arrays
 
     # --- a list of values per rank ------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, guests, nest
+from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
@@ -162,7 +162,6 @@ class Plans:
             how = (call, op._name_, options, root, _form_of(tree, structure, arrays))
             plan = self._find(how, op, structure, arrays, call, merged, root)
         results = plan(arrays, None, merged.timeout_seconds)
-        guests.wait_until_read(kind for _, kind in pairs)
         return structure.unflatten(
             [
                 None if x is None else backend.restore(x, kind)

@@ -30,11 +30,11 @@ _FIRST_BYTES: Final = 16 * 2**20
 class HostMemory:
     """Page-locked memory through which the GPU arrays of a rank pass.
 
-    It grows with the calls. Arrays that have no room in it pass through memory of the
-    driver, which takes one more copy.
+    16 MiB, and for calls of more a block of the maximum size. Arrays that have no room
+    there pass through memory of the driver, which takes one more copy.
 
     Args:
-        most: its maximum size in bytes.
+        most: the maximum size in bytes.
     """
 
     def __init__(self, most: int) -> None:
@@ -43,15 +43,13 @@ class HostMemory:
 
     def prepare(self, nbytes: int = 0) -> HostArray:
         """Return the memory, with ``nbytes`` if it may and can have so many."""
-        nbytes = min(max(nbytes, _FIRST_BYTES), self._most)
-        memory = self._memory
-        if memory is None or memory.size < nbytes:
-            size = min(1 << (nbytes - 1).bit_length(), self._most)
+        first, memory = min(_FIRST_BYTES, self._most), self._memory
+        if memory is None:
+            memory = self._memory = gpus.pinned_empty(first, "u1")
+        if memory.size < min(nbytes, self._most):
             try:
-                memory = self._memory = gpus.pinned_empty(size, "u1")
+                memory = self._memory = gpus.pinned_empty(self._most, "u1")
             except Exception:  # of CUDA
-                if memory is None:
-                    raise
                 self._most = memory.size
         return memory
 

@@ -189,6 +189,31 @@ def test_no_pinned_memory_is_told_to_all(cupy, monkeypatch, rank, size):
     raises_everywhere(MemoryError, lambda: mpidist.MPIStrategy(device="gpu"))
 
 
+@mpi
+@pytest.mark.parametrize("refused", [False, True])
+def test_pinned_memory_grows_once(monkeypatch, new_strategy, rank, size, refused):
+    """If there is no more of it on a rank, its arrays pass through other memory."""
+    cupy = posing.install(monkeypatch, order="late", seed=rank)
+    monkeypatch.setattr(staged_module, "_FIRST_BYTES", PIECE)
+    asked, pinned_empty = [], staged_module.gpus.pinned_empty
+
+    def ask(count, dtype):
+        asked.append(count)
+        if refused and rank == size - 1 and len(asked) > 1:
+            raise MemoryError("no page-locked memory left")
+        return pinned_empty(count, dtype)
+
+    monkeypatch.setattr(staged_module.gpus, "pinned_empty", ask)
+    strategy = new_strategy(device="gpu", implementation="STAGED")
+    for nbytes in (PIECE // 2, 4 * PIECE, 8 * PIECE, PIECE):
+        x = on_gpu(cupy, counting(rank, nbytes // 4))
+        y = local(strategy, lambda x=x: context().all_reduce("SUM", [x, x[:3]]))
+        total = sum(counting(r, nbytes // 4) for r in range(size))
+        check([(y[0].get(), total), (y[1].get(), total[:3])])
+    if size > 1:
+        assert asked == [PIECE, 256 * 2**20]
+
+
 @mpi(min_size=2)
 def test_arrays_in_different_places(cupy, new_strategy, rank):
     """GPU buffers go in pieces and host buffers do not: that is no collective."""

@@ -75,23 +75,26 @@ def check_order(strategy, xp, on_gpu, nbytes, host):
     """
     rank, size = strategy.replica_id, strategy.num_replicas_in_sync
     a = xp.eye(1024, dtype=xp.float32, **on_gpu)
-    for _ in range(3):
-        x = xp.full((nbytes // 4,), rank + 1, dtype=xp.float32, **on_gpu)
+    other = xp.full((nbytes // 4,), -5, dtype=xp.float32, **on_gpu)
+    host(other)  # it is there, and a call with it waits for nothing
+    for number in range(3):
+        x = xp.full((nbytes // 4,), rank + number, dtype=xp.float32, **on_gpu)
         for _ in range(LATE):
             a = a @ a
         x = x * a[0, 0]
         y = all_reduce(strategy, "SUM", {"a": x, "b": [x[:1] * 1]})
         del x
         # Memory that is free, of the inputs and of the results, is used again.
-        again = xp.full((nbytes // 4,), -5, dtype=xp.float32, **on_gpu)
-        z = y["a"]
-        for _ in range(20):
-            z = z * a[0, 0]
-        z = z * 2 + y["b"][0]
+        again = xp.full((nbytes // 4,), -7, dtype=xp.float32, **on_gpu)
+        for _ in range(LATE):
+            a = a @ a
+        z = (y["a"] * 2 + y["b"][0]) * a[0, 0]
         del y
-        others = all_reduce(strategy, "SUM", again * 1)
-        np.testing.assert_array_equal(host(z), 3 * size * (size + 1) / 2)
+        others = all_reduce(strategy, "SUM", other)
+        total = sum(r + number for r in range(size))
+        np.testing.assert_array_equal(host(z), 3 * total)
         np.testing.assert_array_equal(host(others), -5 * size)
+        np.testing.assert_array_equal(host(again), -7)
 
 
 @pytest.mark.parametrize("blocking", [None, True, False])
@@ -139,8 +142,8 @@ def test_variables_are_updated_on_the_gpu(strategy, cupy, rank, size):
         np.testing.assert_allclose(v.numpy(), -0.3, rtol=1e-5)
 
 
-def test_an_error_of_a_kernel_is_told_to_all(cupy, new_strategy, rank):
-    """One rank's error reaches all, before any of them waits for the data."""
+def test_an_error_before_a_call_is_told_to_all(cupy, new_strategy, rank):
+    """CuPy refuses the product of such shapes; no kernel runs."""
     strategy = new_strategy(device="gpu", implementation="STAGED")
 
     def step():
