@@ -69,6 +69,10 @@ class ArraySpec:
 
     shape: tuple[int | None, ...]
     dtype: DType
+    name: dataclasses.InitVar[str | None] = None  # accepted, as in tf.TensorSpec
+
+    def __post_init__(self, name: str | None) -> None:
+        """Ignore the name."""
 
     def __repr__(self) -> str:
         return f"ArraySpec(shape={self.shape}, dtype={self.dtype})"

@@ -131,6 +131,7 @@ def test_from_generator_converts_to_its_signature():
         pairs, (np.float64, {"a": "float32"}), ([None], {"a": []})
     )
     assert older.element_spec == signature
+    assert ArraySpec((), INT, name="x") == ArraySpec((), INT)
     text = Dataset.from_tensor_slices(["short"])
     same = Dataset.from_generator(
         lambda: iter(["longer"]), output_signature=text.element_spec

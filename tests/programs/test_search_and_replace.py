@@ -224,6 +224,11 @@ double = tf.function(double)
 double = tf.function(autograph=False)(double)
 triple = tf.function(
     lambda x: 3 * x, input_signature=[tf.TensorSpec(shape=[], dtype=tf.float32)])
+class Net(tf.keras.Model):
+  def __init__(self):
+    super(Net, self).__init__()
+    self.w = tf.Variable(1.0)
+
 x = tf.zeros([2, 3])
 shapes = [x.shape.as_list()[1:], x.get_shape().as_list(), x.shape.rank, x.shape.ndims]
 if x.shape.is_fully_defined():
@@ -238,4 +243,5 @@ if x.shape.is_fully_defined():
     assert keras == [True, False, *(True,) * 5, False]
     assert found["rates"] == [0.5, 0.25, pytest.approx(0.25)]
     assert (found["double"](4), found["triple"](4)) == (8, 12)
+    assert len(found["Net"]().trainable_variables) == 1
     assert found["shapes"] == [[3], [2, 3], 2, 2]
