@@ -111,9 +111,9 @@ def gpus(job: Job) -> str | Note:
         return f"none: {why_none}"
     if local > count and alike:
         return Note(
-            f"{local} ranks on a node with {count} GPUs: ranks share them, and "
-            "NCCL cannot be used",
-            f"start {count} ranks on each node",
+            f"the {local} ranks of a node share its GPUs ({count}), and NCCL cannot "
+            "be used",
+            "start one rank for each GPU",
         )
     return f"{count}, for {local} ranks of a node"
 

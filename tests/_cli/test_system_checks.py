@@ -127,7 +127,7 @@ def test_gpus_that_ranks_share(monkeypatch):
     assert system_checks.gpus(job) == "2, for 1 ranks of a node"
     job.local_size = 4
     found = system_checks.gpus(job)
-    assert found.text.startswith("4 ranks on a node with 2 GPUs: ranks share them")
+    assert found.text.startswith("the 4 ranks of a node share its GPUs (2)")
     assert found.advice == "start 2 ranks on each node"
 
 
