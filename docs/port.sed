@@ -40,6 +40,8 @@ s/tf\.train\.ClusterSpec/mpidist.cluster.ClusterSpec/g
 s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
 s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
 s/tf\.train\./mpidist./g
+s/(checkpoint|ckpt)\.write\(/\1.save(/g
+s/(checkpoint|ckpt)\.read\(/\1.restore(/g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
 s/\b(tf\.)?keras\.mixed_precision\.(experimental\.)?LossScaleOptimizer\b/mpidist.optimizers.LossScaleOptimizer/g
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g

@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Mapping
 
+from mpidist._base.remedies import explain_attributes
 from mpidist._values.variable import Variable
 
 
+@explain_attributes
 class Module:
     """A class to derive from: its variables are those among its attributes.
 

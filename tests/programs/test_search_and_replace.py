@@ -74,6 +74,7 @@ try:
         iterator.get_next()
 except tf.errors.OutOfRangeError:
     print("end of the data")
+status = checkpoint.read(checkpoint.write(manager.latest_checkpoint + "-best"))
 status = checkpoint.restore(manager.latest_checkpoint)
 status.assert_consumed()
 optimizer.lr.assign(0.25)

@@ -40,6 +40,7 @@ def owner_of(tmp_path: Path) -> Callable[[str], Any]:
         "PerReplica": lambda: mpidist.PerReplica([1.0]),
         "Variable": lambda: mpidist.Variable(1.0),
         "Dataset": lambda: mpidist.data.Dataset.range(3),
+        "Module": mpidist.Module,
         "Optimizer": lambda: mpidist.optimizers.Adam(0.1),
         "Checkpoint": mpidist.Checkpoint,
         "CheckpointManager": lambda: mpidist.CheckpointManager(
