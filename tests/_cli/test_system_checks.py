@@ -128,7 +128,7 @@ def test_gpus_that_ranks_share(monkeypatch):
     job.local_size = 4
     found = system_checks.gpus(job)
     assert found.text.startswith("the 4 ranks of a node share its GPUs (2)")
-    assert found.advice == "start 2 ranks on each node"
+    assert found.advice == "start one rank for each GPU"
 
 
 def test_a_limit_of_open_files_that_is_too_low(monkeypatch):
