@@ -331,7 +331,8 @@ def _shard_by_file(
                 f"replicas, and the `interleave` of this dataset has {count}; write "
                 "AutoShardPolicy.DATA"
             )
-        return stage.of([Part([stage.parent], "", replica, None, replicas)])
+        mine = Part([stage.parent], "", replica, None, replicas)
+        return dataclasses.replace(stage, parents=[mine])
     if stage.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_STEPS):
         raise ValueError(
             f"{_CALL}: AutoShardPolicy.FILE cannot be used with the `{stage.method}` "
@@ -341,7 +342,7 @@ def _shard_by_file(
     last = isinstance(stage, Batch) and not batched
     parent = _shard_by_file(stage.parent, replicas, replica, batched=batched or last)
     if not isinstance(stage, Batch) or not last:
-        return stage.of([parent])
+        return dataclasses.replace(stage, parents=[parent])
     rows = stage.size_of_batch
     if rows < replicas:
         raise ValueError(

@@ -113,13 +113,7 @@ class Stage:
 
     def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
         """Return this stage with other `shuffle_seeds`; itself if they are the same."""
-        made = [parent.with_shuffle_seeds(seeds) for parent in self.parents]
-        same = all(map(operator.is_, made, self.parents))
-        return self if same else self.of(made)
-
-    def of(self, parents: Sequence[Stage]) -> Stage:
-        """Return the same of other parents."""
-        raise NotImplementedError
+        return self
 
     def tokens(self, in_pass: Pass, start: int = 0) -> Iterator[Token]:
         """Return the tokens from an element on."""
@@ -267,8 +261,10 @@ class Derived(Stage):
         """The name of the method that made this stage."""
         return self.call.partition("(")[0]
 
-    def of(self, parents: Sequence[Stage]) -> Stage:
-        return dataclasses.replace(self, parents=parents)
+    def with_shuffle_seeds(self, seeds: Iterator[int]) -> Stage:
+        made = [parent.with_shuffle_seeds(seeds) for parent in self.parents]
+        same = all(map(operator.is_, made, self.parents))
+        return self if same else dataclasses.replace(self, parents=made)
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return self.parent.at(indices, in_pass)

@@ -503,8 +503,13 @@ def test_options(strategy):
 
     mode = mpidist.InputReplicationMode.PER_REPLICA
     per_replica = mpidist.InputOptions(experimental_replication_mode=mode)
+    with pytest.raises(NotImplementedError, match="PER_REPLICA is only supported in"):
+        strategy.experimental_distribute_dataset(as_list(4, 2), per_replica)
     for good in (per_replica, mpidist.InputOptions(False, mode, True)):
         assert mine(strategy, batches_of_rank(good)) == [[1.0, 1.0, 1.0]]
+    placed = mpidist.InputOptions(experimental_place_dataset_on_device=True)
+    with pytest.raises(ValueError, match=r"needs InputReplicationMode\.PER"):
+        batches_of_rank(placed)
     with pytest.raises(ValueError, match="contradicts `experimental_fetch_to_device`"):
         batches_of_rank(mpidist.InputOptions(None, mode, True))
     with pytest.raises(TypeError, match=r"`mpidist.InputOptions`, got {} of"):
