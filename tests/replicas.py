@@ -17,10 +17,14 @@ import pytest
 from numpy.typing import ArrayLike, DTypeLike
 
 import mpidist
-from mpidist import testing
+from mpidist import _native, testing
 from mpidist._base import nest, reporting
 from mpidist._base.types import HostArray, Nest
 from mpidist._strategy.strategy import group_of
+
+needs_core = pytest.mark.skipif(
+    not _native.available(), reason="the native core is not built"
+)
 
 NONE = mpidist.VariableAggregation.NONE
 SUM = mpidist.VariableAggregation.SUM

@@ -5,7 +5,15 @@ import itertools
 import numpy as np
 import posing
 import pytest
-from replicas import all_reduce, context, everywhere, own, raises_everywhere, sample
+from replicas import (
+    all_reduce,
+    context,
+    everywhere,
+    needs_core,
+    own,
+    raises_everywhere,
+    sample,
+)
 
 import mpidist
 from mpidist._base import backend
@@ -219,6 +227,7 @@ def test_error_feedback_makes_up_for_what_was_lost(on_nodes, rank, size, packed)
 
 @mpi
 @core
+@needs_core
 def test_options_of_compression_that_differ_raise_on_all_ranks(
     on_nodes, rank, size, monkeypatch
 ):

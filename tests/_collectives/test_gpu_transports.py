@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 import posing
 import pytest
-from replicas import all_reduce, context, local, no_room, raises_everywhere
+from replicas import all_reduce, context, local, needs_core, no_room, raises_everywhere
 
 import mpidist
 from mpidist._base.gpus import Device
@@ -43,7 +43,7 @@ def cupy(request, monkeypatch, rank):
     return posing.install(monkeypatch, order=request.param, seed=rank)
 
 
-@pytest.fixture(params=["direct", "shared"])
+@pytest.fixture(params=["direct", pytest.param("shared", marks=needs_core)])
 def staged(request, cupy, new_strategy, monkeypatch, size):
     """Give the staged transport of a strategy, over each of those on the host."""
     if request.param == "direct":

@@ -17,6 +17,7 @@ from replicas import (
     context,
     everywhere,
     make,
+    needs_core,
     own,
     raises_everywhere,
     sample,
@@ -299,6 +300,7 @@ def test_floating_point_errors_of_the_user_do_not_reach_into_a_call(
 
 @mpi
 @core
+@needs_core
 def test_bytes_of_small_nests_are_counted_without_padding(nodes, new_strategy):
     strategy = new_strategy()
     nest = {"a": np.ones(3, "float32"), "b": np.ones(5, "int8")}

@@ -24,6 +24,7 @@ from replicas import (
     context,
     everywhere,
     local,
+    needs_core,
     own,
     raises_everywhere,
     sample,
@@ -38,9 +39,6 @@ SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
 mpi = pytest.mark.mpi
 core = pytest.mark.core
-needs_core = pytest.mark.skipif(
-    not _native.available(), reason="the native core is not built"
-)
 
 
 @pytest.fixture
@@ -234,6 +232,7 @@ def test_a_rank_that_stays_away(new_strategy, rank, size):
 
 @mpi
 @core
+@needs_core
 def test_strategies_that_are_made_and_closed_leave_nothing(size, files_made):
     def mapped():
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")

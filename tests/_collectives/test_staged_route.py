@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import posing
 import pytest
-from replicas import all_reduce, everywhere
+from replicas import all_reduce, everywhere, needs_core
 
 import mpidist
 from mpidist._base import nest
@@ -208,6 +208,7 @@ def route_of(strategy, arrays, implementation="AUTO"):
     return type(plan).__name__, plan.route
 
 
+@needs_core
 @pytest.mark.usefixtures("one_node")
 def test_the_routes(monkeypatch, new_strategy, size):
     xp = posing.install(monkeypatch, num_devices=size, nccl=posing.Nccl())

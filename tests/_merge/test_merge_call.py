@@ -1013,26 +1013,6 @@ def test_a_function_that_does_not_arrive(new_strategy, verb):
     assert_usable(strategy)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_update_that_raises_after_writing_another_variable(strategy, size):
-    """An optimizer's slot, written in the same function: its copies stay equal too."""
-    v, slot = make(strategy, np.zeros(3)), make(strategy, np.zeros(3))
-
-    def merge_fn(distribution):
-        def fn(v):
-            if this_replica() == size - 1:
-                raise KeyError("on purpose")
-            slot.assign_add(np.ones(3))
-            v.assign_add(slot)
-
-        distribution.extended.update(v, fn)
-
-    rows = outcomes(lambda: merge(strategy, merge_fn))
-    assert [name for name, _, _ in rows] == ["ReplicaError"] * (size - 1) + ["KeyError"]
-    assert_mirrored(strategy, v, np.ones(3))
-    assert_mirrored(strategy, slot, np.ones(3))
-
-
 # --- without the guard ----------------------------------------------------------------
 
 

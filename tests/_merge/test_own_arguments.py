@@ -14,7 +14,6 @@ from replicas import (
     context,
     local,
     make,
-    merge,
     outcomes,
     this_replica,
 )
@@ -128,25 +127,6 @@ def test_at_program_level(strategy, rank, size):
         rows = outcomes(lambda: strategy.extended.update(v, set_to, args=(own_value,)))
         assert kinds_of(rows) == {"CollectiveMismatchError"}
         assert_mirrored(strategy, v, 8.0)
-    assert_usable(strategy)
-
-
-def test_what_fails_on_one_replica_changes_nothing(strategy, rank, size):
-    v = make(strategy, np.zeros(3))
-
-    def change(variable, x):
-        if this_replica() == size - 1:
-            raise KeyError("on purpose")
-        variable.assign(x)
-
-    def apply(distribution, value):
-        distribution.extended.update(v, change, args=(value,))
-
-    rows = outcomes(lambda: merge(strategy, apply, np.ones(3)))
-    assert kinds_of(rows) == (
-        {"KeyError", "ReplicaError"} if size > 1 else {"KeyError"}
-    )
-    assert_mirrored(strategy, v, np.zeros(3))
     assert_usable(strategy)
 
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import all_reduce, context, everywhere, make, merge, raises_everywhere
+from replicas import (
+    all_reduce,
+    context,
+    everywhere,
+    make,
+    merge,
+    needs_core,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist import _native
@@ -30,9 +38,6 @@ SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 
 mpi = pytest.mark.mpi
 core = pytest.mark.core
-needs_core = pytest.mark.skipif(
-    not _native.available(), reason="the native core is not built"
-)
 
 
 class Polls:

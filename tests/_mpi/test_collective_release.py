@@ -97,6 +97,8 @@ def needs_one_node(strategy):
 
 
 def options(implementation=SHARED):
+    if not _native.available():
+        pytest.skip("the native core is not built")
     return mpidist.experimental.CommunicationOptions(
         implementation=implementation, timeout_seconds=60
     )
