@@ -27,7 +27,8 @@ class CommunicationImplementation(enum.Enum):
     memory. ``STAGED`` copies GPU arrays through host memory. ``NCCL`` moves
     GPU arrays by NCCL, which requires a GPU for each rank; if it is unavailable, it is
     an error on all ranks, not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
-    NCCL if it is available, otherwise direct if MPI is CUDA-aware, otherwise staged.
+    NCCL if it is available, otherwise staged on one node; between nodes direct if MPI
+    is CUDA-aware, otherwise staged.
     ``RING`` is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their
     own algorithms.
     """

@@ -511,7 +511,7 @@ def test_nccl_for_one_call(own_gpus, nccl, new_strategy, strategy, size):
 
 
 def findings(*changes, **common):
-    ranks = [{"gpu": f"host 0{r}"} | change for r, change in enumerate(changes)]
+    ranks = [{"gpu": f"host-{r} 00"} | change for r, change in enumerate(changes)]
     base = {"wanted": "AUTO", "kind": "gpu"} | common
     return [Finding(**(base | rank)) for rank in ranks]
 
@@ -519,7 +519,8 @@ def findings(*changes, **common):
 SAYS = {"queried": "MPIX_Query_cuda_support"}
 NOT_THERE = "NCCL does not load on rank 0 (CuPy does not find libnccl)"
 NO_NCCL = {"no_nccl": "CuPy does not find libnccl"}
-ONE_GPU = {"gpu": "host 00"}
+ONE_GPU = {"gpu": "host-0 00"}
+NEAR = {"gpu": "host-0 01"}
 HOST = {"kind": "cpu", "gpu": ""}
 
 
@@ -531,17 +532,18 @@ HOST = {"kind": "cpu", "gpu": ""}
         (findings({}, SAYS), "staged", True, "does not say that it is CUDA-aware"),
         (findings({}, {}, **NO_NCCL), "staged", False, "does not say"),
         (findings({}, NO_NCCL), "staged", False, "does not say"),
-        (findings({}, ONE_GPU), "staged", False, "does not say"),
-        (findings(ONE_GPU, ONE_GPU, **SAYS), "direct", False, "says it is"),
-        (findings({}), "staged", False, "does not say"),
-        (findings({}, wanted="NCCL"), "staged", True, "does not say"),
+        (findings({}, ONE_GPU), "staged", False, "are on one node"),
+        (findings(ONE_GPU, ONE_GPU, **SAYS), "staged", False, "are on one node"),
+        (findings({}, NEAR, **SAYS), "staged", True, "are on one node"),
+        (findings({}), "staged", False, "are on one node"),
+        (findings({}, wanted="NCCL"), "staged", True, "are on one node"),
         (findings({}, {}, cuda_aware=True), "direct", True, "MPIDIST_CUDA_AWARE=1"),
         (findings({}, {}, cuda_aware=False, **SAYS), "staged", True, "_AWARE=0"),
         (findings({"cuda_aware": True}, {}), "staged", True, "not the same on all"),
         (findings({}, {}, wanted="STAGED", **SAYS), "direct", False, "says it is"),
         (findings({}, HOST), "staged", False, "some ranks have no GPU"),
         (findings({}, HOST, **SAYS), "staged", False, "some ranks have no GPU"),
-        (findings(HOST, HOST), "staged", False, "does not say"),
+        (findings(HOST, HOST), "staged", False, "are on one node"),
     ],
 )
 def test_the_choice(found, way, nccl, reason):
@@ -590,9 +592,9 @@ def test_choices_that_can_not_be(found, message):
 @pytest.mark.parametrize(
     ("asked", "variables", "says", "way", "reason"),
     [
-        ("AUTO", {}, "", "staged", "staged: the MPI does not say"),
-        ("RING", {}, "", "staged", "staged: the MPI does not say"),
-        ("AUTO", {}, "a query", "direct", "says it is CUDA-aware (a query)"),
+        ("AUTO", {}, "", "staged", "staged: all ranks are on one node"),
+        ("RING", {}, "", "staged", "staged: all ranks are on one node"),
+        ("AUTO", {}, "a query", "staged", "staged: all ranks are on one node"),
         ("AUTO", {"CUDA_AWARE": "0"}, "a query", "staged", "MPIDIST_CUDA_AWARE=0"),
         ("AUTO", {"CUDA_AWARE": "1"}, "", "direct", "MPIDIST_CUDA_AWARE=1"),
         ("STAGED", {"CUDA_AWARE": "1"}, "", "staged", "asked for in the options"),
