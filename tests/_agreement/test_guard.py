@@ -119,6 +119,19 @@ def test_one_all_reduce_fewer_or_more(strategy, rank, last, who, more):
     expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: {at}", "(2,)")
 
 
+@pytest.mark.parametrize("who", ["first", "last"])
+@pytest.mark.parametrize("more", [False, True])
+def test_one_merge_call_fewer_or_more(strategy, rank, last, who, more):
+    odd = 0 if who == "first" else last
+
+    def step():
+        context().merge_call(lambda strategy: None)
+        if (rank == odd) == more:
+            context().merge_call(lambda strategy: None)
+
+    expect_mismatch(strategy, step, "the end of run(", "merge_call")
+
+
 class LocalError(Exception):
     pass
 
@@ -235,6 +248,16 @@ def test_a_replica_function_that_raises(strategy, rank, last, when, who):
             assert f"rank {odd} raised an exception" in message
             assert "in fail_if" in message  # the traceback of the other rank
             assert f"ZeroDivisionError: on purpose, {when}" in message
+    assert_usable(strategy)
+
+
+def test_all_replicas_raise(strategy, rank):
+    def step():
+        raise ValueError(f"rank {rank} says so")
+
+    error = outcome(strategy, step)
+    assert type(error) is ValueError
+    assert str(error) == f"rank {rank} says so"
     assert_usable(strategy)
 
 
