@@ -27,7 +27,7 @@ from mpidist.data._ahead import Ahead, read_ahead
 from mpidist.data._feed import Feed, Piece, describe, dump_spec
 from mpidist.data._inputs import state_of
 from mpidist.data._positions import Optional, PositionedIterator, checked_state
-from mpidist.data._stage import Block
+from mpidist.data._stage import Block, TooShortError
 
 
 class DistributedIterator(PositionedIterator):
@@ -174,11 +174,19 @@ class DistributedIterator(PositionedIterator):
             text += f", with batch_size={batch_size}"
             text += f", and the seeds {seeds}" if seeds else ""
         stream = self._stream if stage.one_shot else None
+        short: TooShortError | None = None
         try:
             # Nothing that was read before is dropped until all ranks have got there.
             with guard.checking(call):
-                stream = stage.stream(iteration, position, source_state, stream)
-            guard.agree(Call(text))
+                try:
+                    stream = stage.stream(iteration, position, source_state, stream)
+                except TooShortError as error:
+                    if feed.policy is not None:
+                        raise
+                    short, stream = error, iter(())  # others may have longer inputs
+            longest, _ = guard.agree_on_largest(Call(text), int(short is None))
+            if short is not None and not longest:
+                raise short
         except BaseException:
             if stage.one_shot:
                 self._failure = (
@@ -215,8 +223,11 @@ class DistributedIterator(PositionedIterator):
         context.require_program_level(feed.group, name)
         guard = feed.group.guard
         if self._failure:
+            text, self._failure = f"{name}: {self._failure}", ""
+            # A loop that ignores errors finds an end.
+            self._waiting, self._piece = True, None
             with guard.checking(name):
-                raise RuntimeError(f"{name}: {self._failure}")
+                raise RuntimeError(text)
         failures = guard.reports.failures
         try:
             piece, call, own = self._next_piece(guard)
@@ -319,7 +330,9 @@ class DistributedIterator(PositionedIterator):
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
         """After an error, prepare to open the input anew, or never again."""
         self._close(wait=wait)
-        lost = not self._stage.again or (self._stream is None and self._position > 0)
+        lost = not self._stage.again
+        if isinstance(error, Exception):  # what fails as it opens fails there again
+            lost |= self._stream is None and self._position > 0
         self._stream, self._waiting = None, False
         if lost:
             self._failure = (

@@ -271,8 +271,8 @@ class DatasetIterator(PositionedIterator):
     Its threads, if there are any, end with it. An element whose function raised an
     exception is left out, a batch with all its rows: the next call goes on after it; to
     try it again, pass `state` to `restore`. After an exception of what finds the
-    elements (a generator, a predicate, the function of `interleave`), later calls raise
-    a RuntimeError.
+    elements (a generator, a predicate, the function of `interleave`), the next call
+    raises a RuntimeError, and the input has ended.
     """
 
     def __init__(
@@ -293,6 +293,7 @@ class DatasetIterator(PositionedIterator):
         if self._ended:
             return False, None
         if self._broken:
+            self._ended = True  # for a loop that ignores errors
             raise RuntimeError(
                 f"{call}: the input raised a {type(self._broken).__name__} and cannot "
                 "continue; make a new iterator with `iter(dataset)`"

@@ -51,9 +51,13 @@ Tokens: TypeAlias = HostArray | Sequence[Token]
 Block: TypeAlias = RowBlock | LazyBlock
 
 
-def too_short(position: int, where: str) -> ValueError:
+class TooShortError(ValueError):
+    """An input ends before a position."""
+
+
+def too_short(position: int, where: str) -> TooShortError:
     """Return the error of an input that ends before a position."""
-    return ValueError(
+    return TooShortError(
         f"restore: expected an input of {position} or more elements, got one that ends "
         f"{where}; pass the input that the state was taken from"
     )

@@ -278,10 +278,11 @@ class Filter(Derived):
             self.whole = f"the `{self.method}` after `batch`"
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
-        found = self.parent.load(self.parent.tokens(in_pass))
-        if self.method == "take_while":
-            return itertools.takewhile(self._accepts, found)
-        return (element for element in found if self._accepts(element))
+        for element in self.parent.load(self.parent.tokens(in_pass)):
+            if self._accepts(element):
+                yield element
+            elif self.method == "take_while":
+                return
 
     def _accepts(self, element: Nest) -> bool:
         answer: Any = apply(self.predicate, element)

@@ -26,9 +26,9 @@ PyTree: TypeAlias = Any
 
 _MOST_STRUCTURES: Final = 256
 _ADVICE: Final = "`parameters = mpidist.jax.broadcast(parameters)`"
-_MANY: Final = 3
+_MANY: Final = 5
 _logger: Final = logging.getLogger("mpidist")
-# How often a function of this code was compiled.
+# How many functions of this code were called, since one was called twice.
 _made: Final[weakref.WeakKeyDictionary[ReplicaGroup, collections.Counter[Any]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -152,8 +152,8 @@ def value_and_grad(
         compare_in_step(
             group, number, lambda: _arguments(group, args, argnums, call), call, _ADVICE
         )
-        if jit and number == 0:
-            _warn_of_functions(group, fun, call)
+        if jit and number < 2:
+            _warn_of_functions(group, fun, call, number)
         steps[group] = number + 1
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
@@ -165,11 +165,11 @@ def value_and_grad(
     return reduced
 
 
-def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str) -> None:
-    """Warn, once, of functions that the program defines again and again."""
+def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str, number: int) -> None:
+    """Warn of functions that the program defines again and again, to call them once."""
     code = getattr(fun, "__code__", None)
     made = _made.setdefault(group, collections.Counter())
-    made[code] += 1
+    made[code] = 0 if number else made[code] + 1
     if code is not None and made[code] == _MANY and group.replica_id == 0:
         reporting.log(
             _logger,

@@ -115,6 +115,10 @@ def all_reduce(
         for leaf in leaves:
             is_tensor = guests.kind_of(leaf) == "torch"
             expect(is_tensor, call, "tensors", leaf, "write `torch.as_tensor(x)`")
+            if checked is ReduceOp.MEAN and not leaf.dtype.is_floating_point:
+                fits = leaf.dtype.is_complex
+                hint = "whose mean is no integer; write `x.float()`"
+                expect(fits, call, "floats for MEAN", leaf, hint)
     results, _ = nest.flatten(group.all_reduce(checked, tensors, None, call))
     with torch.no_grad():
         for tensor, result in zip(leaves, results, strict=True):

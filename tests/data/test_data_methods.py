@@ -524,9 +524,15 @@ def test_after_an_exception_of_its_source_an_iterator_does_not_end_silently(
     assert lists(itertools.islice(iterator, 2)) == [0, 1]
     with pytest.raises(KeyError, match="row 2"):
         next(iterator)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="raised a KeyError and cannot continue"):
-            next(iterator)
+    with pytest.raises(RuntimeError, match="raised a KeyError and cannot continue"):
+        next(iterator)
+    assert lists(iterator) == []  # a loop that ignores errors has an end
+
+
+def test_stop_iteration_in_a_predicate_is_no_end():
+    for method in (Dataset.range(3).filter, Dataset.range(3).take_while):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            list(method(lambda x: next(iter(()))))
 
 
 def test_a_row_that_fails_is_left_out_though_the_source_fails_later():

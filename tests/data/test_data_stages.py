@@ -305,6 +305,7 @@ def test_a_generator_that_always_fails_ends_with_an_error(strategy, rank):
     raises_everywhere(OSError, lambda: next(iterator))
     texts = raises_everywhere(RuntimeError, lambda: next(iterator))
     assert "make a new iterator" in texts[0]
+    assert gathered(strategy, iterator) == []
 
 
 @core

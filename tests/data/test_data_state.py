@@ -340,6 +340,45 @@ def test_an_interrupt_that_is_caught_loses_no_rows(strategy, rank, depth):
     assert len(interrupted) == (rank == 0)
 
 
+def test_an_interrupt_on_the_way_to_a_position_loses_no_rows(strategy, rank):
+    left = [0, 4] if rank == 0 else []
+
+    def generate():
+        for number in range(6):
+            if left and number == left[-1]:
+                left.pop()
+                raise KeyboardInterrupt
+            yield number
+
+    dataset = Dataset.from_generator(generate).batch(2)
+    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    gathered(strategy, iterator, 2)
+    for _ in range(len(left)):
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+    assert gathered(strategy, iterator) == [[4, 5]]
+    assert not left
+
+
+@core
+def test_own_inputs_restore_a_position_after_the_end_of_the_shortest(strategy, rank):
+    def iterator(numbers):
+        make = lambda _: Dataset.from_generator(lambda: iter(numbers))  # noqa: E731
+        return iter(strategy.distribute_datasets_from_function(make))
+
+    longer = iterator(range(2 if rank else 4))
+    for _ in range(3):
+        next(longer)
+    state = longer.state()
+    again = iterator(range(2 if rank else 4))
+    again.restore(state)
+    assert [own(strategy, x).tolist() for x in again] == [[] if rank else 3]
+    shorter = iterator(range(2))
+    with pytest.raises(ValueError, match="expected an input of 3 or more elements"):
+        shorter.restore(state)
+    assert len(list(shorter)) == 2
+
+
 @core
 @pytest.mark.parametrize("kind", ["list", "iterable", "Dataset"])
 def test_an_input_that_has_become_shorter_is_refused(strategy, kind):

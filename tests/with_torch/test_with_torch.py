@@ -357,6 +357,10 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
         TypeError, lambda: mt.all_reduce([given, 1.0], "SUM", strategy=strategy)
     )
     assert "write `torch.as_tensor(x)`" in texts[0]
+    texts = raises_everywhere(
+        TypeError, lambda: mt.all_reduce(given, "MEAN", strategy=strategy)
+    )
+    assert "write `x.float()`" in texts[0]
     text = remedies.missing_name("mpidist.torch", "", "all_gather").args[0]
     assert "`strategy.gather(strategy.run(lambda: value), axis=0)` outside" in text
 
