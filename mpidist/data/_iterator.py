@@ -231,9 +231,6 @@ class DistributedIterator(PositionedIterator):
         failures = guard.reports.failures
         try:
             piece, call, own = self._next_piece(guard)
-            if feed.checked:
-                own_sum = 0 if piece is None else piece.checksum
-                feed.compare(f"{name}: batch {self._position}", self._call, own_sum)
             number = 0 if piece is None else piece.rows + 1
             most, same = guard.agree_on_largest(call, number)
         except Exception:
@@ -245,9 +242,14 @@ class DistributedIterator(PositionedIterator):
         if feed.policy is not None and not same:
             self._failure = feed.differing(f"batch {self._position}", number)
             raise ValueError(f"{name}: {self._failure}")
+        # An element that the next lines refuse is left out, too.
+        batch = f"{name}: batch {self._position}"
+        self._count()
+        if feed.checked:
+            own_sum = 0 if piece is None else piece.checksum
+            feed.compare(batch, self._call, own_sum)
         if feed.empty is None:
             feed.learn(own)
-        self._count()
         return True, self._wrap(piece)
 
     def _next_piece(self, guard: Guard) -> tuple[Piece | None, Call, bytes]:
