@@ -149,7 +149,7 @@ def _direct_or_staged(
         return ("direct" if first.cuda_aware else "staged"), reason
     if len({f.gpu.partition(" ")[0] for f in findings}) == 1:
         # Also if MPI takes GPU buffers: Open MPI's reductions copy them to new host
-        # memory, and 16 MiB took 30 ms in place of 4 (docs/gpu.md).
+        # memory, and 16 MiB took 30 ms in place of 4 (`mpidist docs gpu`).
         return "staged", "staged: all ranks are on one node"
     if all(f.queried for f in findings):
         return "direct", f"direct: the MPI says it is CUDA-aware ({first.queried})"
