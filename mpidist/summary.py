@@ -153,7 +153,7 @@ def scalar(
         return False
     hint = 'write `strategy.reduce("MEAN", value, axis=None)` for a PerReplica'
     array, _ = _backend.as_array(data, "summary.scalar")
-    is_real = array.shape == () and array.dtype.kind in "biufV"
+    is_real = array.shape == () and _backend.number_kind(array.dtype) in "biuf"
     _expect(is_real, "summary.scalar", "`data` to be a number", data, hint)
     value = float(_backend.to_host(array))
     step = here.step if step is None else step

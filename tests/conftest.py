@@ -27,10 +27,9 @@ import hypothesis
 import numpy as np
 import one_gpu
 import pytest
-from replicas import everywhere, wait_asleep
+from replicas import HAS_CORE, everywhere, wait_asleep
 
 import mpidist
-from mpidist import _native
 from mpidist._base import threads
 from mpidist._collectives import node as node_module
 from mpidist._collectives import nodes as nodes_module
@@ -294,10 +293,6 @@ def strategy() -> mpidist.MPIStrategy:
     return _shared[0]
 
 
-# What a test takes away on one rank alone does not count: the others would wait for it.
-_HAS_CORE = _native.available()
-
-
 @each_replica
 @pytest.fixture
 def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
@@ -308,7 +303,7 @@ def new_strategy() -> Iterator[Callable[..., mpidist.MPIStrategy]]:
         arguments = {k: options.pop(k) for k in ("comm", "device") if k in options}
         options.setdefault("timeout_seconds", 60)
         asked = str(options.get("implementation", "")).rpartition(".")[2].upper()
-        if asked == "SHARED" and not _HAS_CORE:
+        if asked == "SHARED" and not HAS_CORE:
             pytest.skip("needs the native core")
         made.append(
             mpidist.MPIStrategy(

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
+from mpidist._base import gpus
 from mpidist._base.types import Array, DType, HostArray, Shape
 
 GuestKind: TypeAlias = Literal["torch", "jax"]
@@ -216,7 +217,7 @@ def _view_of_torch(x: Guest, call: str) -> Any:
 
 def _keep_until_read(x: Guest) -> None:
     """Have torch not reuse the memory of a tensor before CuPy's stream has read it."""
-    cuda, number = sys.modules["torch"].cuda, _stream_of_cupy().ptr
+    cuda, number = sys.modules["torch"].cuda, gpus.current_stream().ptr
     if cuda.current_stream(x.device).cuda_stream == number:
         return
     ours = cuda.default_stream(x.device)  # 0 is no number of an external stream
@@ -258,7 +259,7 @@ def _view_of_jax(x: Guest, call: str) -> Array:
         return host
     try:
         copy = _from_cuda(x).copy()
-        _stream_of_cupy().synchronize()
+        gpus.current_stream().synchronize()
         return copy
     except (TypeError, RuntimeError, BufferError) as error:
         raise TypeError(
@@ -275,10 +276,6 @@ def _from_cuda(x: Guest) -> Array:
             "`mpidist.MPIStrategy(device='gpu')`"
         )
     return cupy.from_dlpack(x)
-
-
-def _stream_of_cupy() -> Any:
-    return sys.modules["cupy"].cuda.get_current_stream()
 
 
 def restore(array: Array, kind: GuestKind) -> Guest:
@@ -331,7 +328,7 @@ def _to_torch(array: Array) -> Guest:
     else:
         tensor = torch.from_dlpack(raw)
         theirs = torch.cuda.current_stream(tensor.device).cuda_stream
-        ours = _stream_of_cupy()
+        ours = gpus.current_stream()
         if theirs != ours.ptr:
             # CuPy would reuse the memory for a later result while torch's kernels read
             # this one: it waits for the copy.

@@ -98,8 +98,8 @@ def look(
     return Finding(wanted.name, device.kind, *known)
 
 
-def decide(findings: Sequence[Finding]) -> Decision:
-    """Return the decision of all ranks: a function of the findings alone.
+def decide(findings: Sequence[Finding], num_nodes: int) -> Decision:
+    """Return the decision of all ranks: a function of what all of them know.
 
     Raises:
         ValueError: if the environment differs between ranks, or NCCL is requested but
@@ -115,7 +115,7 @@ def decide(findings: Sequence[Finding]) -> Decision:
         )
     automatic = several and wanted in ("AUTO", "RING")
     return Decision(
-        *_direct_or_staged(findings),
+        *_direct_or_staged(findings, num_nodes),
         mixed=len({f.kind for f in findings}) > 1,
         try_nccl=wanted == "NCCL" or (automatic and not no_nccl),
         no_nccl=no_nccl,
@@ -136,7 +136,7 @@ def _check_environment(findings: Sequence[Finding]) -> None:
 
 
 def _direct_or_staged(
-    findings: Sequence[Finding],
+    findings: Sequence[Finding], num_nodes: int
 ) -> tuple[Literal["direct", "staged"], str]:
     """Return the transport without NCCL, and why."""
     first = findings[0]
@@ -147,7 +147,7 @@ def _direct_or_staged(
     if first.cuda_aware is not None:
         reason = f"MPIDIST_CUDA_AWARE={int(first.cuda_aware)}"
         return ("direct" if first.cuda_aware else "staged"), reason
-    if len({f.gpu.partition(" ")[0] for f in findings}) == 1:
+    if num_nodes == 1:
         # Also if MPI takes GPU buffers: Open MPI's reductions copy them to new host
         # memory, and 16 MiB took 30 ms in place of 4 (`mpidist docs gpu`).
         return "staged", "staged: all ranks are on one node"
@@ -212,7 +212,7 @@ class Devices:
         Raises:
             ValueError: on all ranks, if the request is unavailable.
         """
-        decision = decide(findings)
+        decision = decide(findings, self._comm.num_nodes)
         self.decision = decision
         if not decision.try_nccl:
             if decision.missing and decision.transport == "staged":

@@ -59,8 +59,8 @@ class HostMemory:
         Args:
             arrays: some of them on the current GPU.
         """
-        on_device = [x.nbytes for x in arrays if backend.is_device_array(x)]
-        memory = self.prepare(sum(round_up(nbytes, LINE) for nbytes in on_device))
+        on_device = filter(backend.is_device_array, arrays)
+        memory = self.prepare(sum(round_up(x.nbytes, LINE) for x in on_device))
         at, hosts, kept = 0, [], []
         for x in arrays:
             end = at + round_up(x.nbytes, LINE)

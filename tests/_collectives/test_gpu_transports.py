@@ -516,6 +516,11 @@ def findings(*changes, **common):
     return [Finding(**(base | rank)) for rank in ranks]
 
 
+def nodes_of(found):
+    """Return the number of nodes, if each host of the GPUs is one."""
+    return len({x.gpu.partition(" ")[0] for x in found})
+
+
 SAYS = {"queried": "MPIX_Query_cuda_support"}
 NOT_THERE = "NCCL does not load on rank 0 (CuPy does not find libnccl)"
 NO_NCCL = {"no_nccl": "CuPy does not find libnccl"}
@@ -547,7 +552,7 @@ HOST = {"kind": "cpu", "gpu": ""}
     ],
 )
 def test_the_choice(found, way, nccl, reason):
-    decision = decide(found)
+    decision = decide(found, nodes_of(found))
     assert (decision.transport, decision.try_nccl) == (way, nccl)
     assert reason in decision.reason
     assert decision.mixed == (len({f.kind for f in found}) > 1)
@@ -566,7 +571,7 @@ def test_the_choice(found, way, nccl, reason):
     ],
 )
 def test_what_is_missing_for_nccl(found, missing):
-    assert decide(found).missing == missing
+    assert decide(found, nodes_of(found)).missing == missing
 
 
 @pytest.mark.parametrize(
@@ -584,7 +589,7 @@ def test_what_is_missing_for_nccl(found, missing):
 )
 def test_choices_that_can_not_be(found, message):
     with pytest.raises(ValueError, match=message):
-        decide(found)
+        decide(found, nodes_of(found))
 
 
 @mpi
