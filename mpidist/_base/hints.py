@@ -1,7 +1,8 @@
-"""What to write instead of attributes that arrays, numbers and None do not have.
+"""What to write instead of code for TensorFlow and torch.distributed that fails.
 
-Results are arrays of NumPy, and the replica context is None in cross-replica context,
-so no class of mpidist could say it. It is a note on the uncaught exception.
+Results are arrays of NumPy, the replica context is None in cross-replica context, and
+torch raises errors of its own, so no class of mpidist could say it. It is a note on the
+uncaught exception.
 """
 
 from __future__ import annotations
@@ -16,14 +17,30 @@ _CONTEXT: Final = frozenset(
     ("all_reduce", "all_gather", "merge_call", "replica_id_in_sync_group")
 )
 _ASSIGN: Final = frozenset(("assign", "assign_add", "assign_sub"))
+_OF_TORCH: Final = (
+    "process group has not been initialized",
+    "env:// rendezvous",
+    *("'RANK'", "'LOCAL_RANK'", "'WORLD_SIZE'"),  # KeyErrors of os.environ
+)
+_NO_PROCESS_GROUP: Final = (
+    "mpidist: MPI connects the ranks, without a process group or torchrun's variables: "
+    "write `strategy.replica_id`, `strategy.num_replicas_in_sync`, "
+    "`DistributedSampler(data, num_replicas=..., rank=...)`, "
+    "`mpidist.torch.all_reduce(x, op)`, and `mpidist.torch.DistributedOptimizer` in "
+    "place of DistributedDataParallel (`mpidist docs coming_from`)"
+)
 
 
 def add_hint(error: BaseException) -> None:
-    """Add a note to an AttributeError of code that was written for TensorFlow."""
+    """Add a note to an error of code that was written for TensorFlow or torch."""
+    hint = ""
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         hint = _hint(error.obj, error.name)
-        if hint and hint not in getattr(error, "__notes__", ()):
-            error.add_note(hint)
+    elif type(error) in (KeyError, RuntimeError, ValueError):
+        text = str(error)
+        hint = _NO_PROCESS_GROUP if any(part in text for part in _OF_TORCH) else ""
+    if hint and hint not in getattr(error, "__notes__", ()):
+        error.add_note(hint)
 
 
 def _hint(owner: object, name: str) -> str:
@@ -34,6 +51,8 @@ def _hint(owner: object, name: str) -> str:
             "`strategy.run`. Here write `strategy.reduce(op, value, axis=None)` or "
             "`strategy.gather(value, axis)`"
         )
+    if name == "module" and hasattr(owner, "named_parameters"):
+        return "mpidist: no wrapper is around a module; leave out `.module`"
     if backend.is_device_array(owner) and name == "numpy":
         return "mpidist: results are arrays of CuPy; write `x.get()`"
     if not isinstance(owner, (np.ndarray, np.generic, int, float)):

@@ -146,6 +146,7 @@ def _run_once(
     result = _call(train, strategy, state)
     storage.commit_last()
     strategy.close()
+    group_of(strategy).guard.close(_ENDED)
     return result
 
 
@@ -303,13 +304,13 @@ class _Survivor:
     def _give_up(self, current: Round) -> None:
         """Leave a round in which a replica was lost."""
         current.give_up()
-        self._close()
+        self._close(_LOST)
         self._storage.end(
             "it belongs to a strategy of which a replica was lost. `elastic.run` has "
             "made it anew; take it from `state` in each call of `train`"
         )
 
-    def _close(self) -> None:
+    def _close(self, why: str) -> None:
         strategy = None if self._strategy is None else self._strategy()
         self._strategy = None
         if strategy is None:
@@ -318,16 +319,25 @@ class _Survivor:
             strategy.close()
         except ReplicaLostError:  # of which it had not heard; now it is local
             strategy.close()
+        group_of(strategy).guard.close(why)
 
     def _finish(self, current: Round) -> None:
         """End the run: all replicas have agreed that they have finished."""
-        self._close()
+        self._close(_ENDED)
         self._role = Role.FINISHED
         if current.placement.spares:
             with contextlib.suppress(FinishedError):
                 self._meet("")
 
 
+_ENDED: Final = (
+    "`elastic.run` has ended, and closed this strategy; make its calls in `train`, "
+    "such as an evaluation at the end"
+)
+_LOST: Final = (
+    "a replica of this strategy was lost; use the argument `strategy` of each call of "
+    "`train`"
+)
 _HOW_TO_GO_ON: Final = (
     ". Start the job again; with State(directory=...) it goes on from the last "
     "checkpoint"

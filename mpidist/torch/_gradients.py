@@ -115,18 +115,23 @@ def all_reduce(
         for leaf in leaves:
             is_tensor = guests.kind_of(leaf) == "torch"
             expect(is_tensor, call, "tensors", leaf, "write `torch.as_tensor(x)`")
+            # torch refuses to write to it, which is too late after the reduction.
+            steps = zip(leaf.shape, leaf.stride(), strict=True)
+            own = all(n < 2 or step for n, step in steps)
+            expect(own, call, "a tensor that is not expanded", leaf, _WRITE_CLONE)
             if checked is ReduceOp.MEAN and not leaf.dtype.is_floating_point:
                 fits = leaf.dtype.is_complex
                 hint = "whose mean is no integer; write `x.float()`"
                 expect(fits, call, "floats for MEAN", leaf, hint)
     results, _ = nest.flatten(group.all_reduce(checked, tensors, None, call))
-    with torch.no_grad():
+    with torch.inference_mode():  # without autograd, into tensors made there too
         for tensor, result in zip(leaves, results, strict=True):
             tensor.copy_(result)
     return tensors
 
 
 _WRITE_PARAMETERS: Final = "write `module.parameters()`"
+_WRITE_CLONE: Final = "of which elements share memory; write `x.clone()`"
 
 
 def check_op(op: ReduceOp | str, call: str) -> ReduceOp:

@@ -1,4 +1,4 @@
-"""Notes on exceptions of code that was written for TensorFlow."""
+"""Notes on exceptions of code that was written for TensorFlow; torch: with_torch."""
 
 import numpy as np
 import pytest

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+import pytest
+
 import mpidist
 
 
@@ -20,12 +22,15 @@ def train(strategy, state):
             raise mpidist.ReplicaLostError("as a call of another strategy would")
         state.step += 1
         state.commit()
+    used.append(strategy)
     return strategy.num_replicas_in_sync
 
 
-how = sys.argv[1]
+how, used = sys.argv[1], []
 size = mpidist.elastic.run(train, mpidist.elastic.State(step=0))
 assert size == 2, size
+with pytest.raises(RuntimeError, match="make its calls in `train`"):
+    used[-1].run(int)
 if how == "exit":
     sys.exit(3)
 if how == "raise":

@@ -338,6 +338,13 @@ def test_ctrl_c_in_a_commit_leaves_no_frame_of_a_call(monkeypatch):
     assert testing.run(1, lambda: elastic.run(train, elastic.State())) == [0]
 
 
+def test_the_strategy_after_the_end():
+    run = lambda: elastic.run(lambda strategy, state: strategy, elastic.State())  # noqa: E731
+    (strategy,) = testing.run(1, run)
+    with pytest.raises(RuntimeError, match="make its calls in `train`"):
+        strategy.run(int)
+
+
 @pytest.mark.replicas(2)
 def test_a_loop_that_was_left_is_at_its_end():
     state = elastic.State(_build)

@@ -1,11 +1,13 @@
 """mpidist.torch: two ranks do what one does with all rows, on torch's own functions."""
 
+import os
+
 import numpy as np
 import pytest
 from replicas import everywhere, raises_everywhere, split, wait_for_reports
 
 import mpidist
-from mpidist._base import nest, remedies
+from mpidist._base import hints, nest, remedies
 
 pytestmark = [
     pytest.mark.mpi,
@@ -361,8 +363,31 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
         TypeError, lambda: mt.all_reduce(given, "MEAN", strategy=strategy)
     )
     assert "write `x.float()`" in texts[0]
+    expanded = torch.ones(1).expand(2) if rank else torch.ones(2)
+    texts = raises_everywhere(
+        TypeError, lambda: mt.all_reduce(expanded, "SUM", strategy=strategy)
+    )
+    assert "write `x.clone()`" in texts[1]
+    with torch.inference_mode():
+        loss = torch.ones(2) + rank
+    assert mt.all_reduce(loss, "SUM", strategy=strategy).tolist() == [3, 3]
     text = remedies.missing_name("mpidist.torch", "", "all_gather").args[0]
     assert "`strategy.gather(strategy.run(lambda: value), axis=0)` outside" in text
+
+
+def test_notes_on_errors_of_programs_for_process_groups(torch):
+    distributed, data = torch.distributed, torch.utils.data.distributed
+    for call, text in (
+        (lambda: data.DistributedSampler([0]), "num_replicas=..., rank=..."),
+        (lambda: distributed.all_reduce(torch.ones(1)), "mpidist.torch.all_reduce("),
+        (lambda: distributed.init_process_group("gloo"), "`strategy.replica_id`"),
+        (lambda: os.environ["LOCAL_RANK"], "`strategy.replica_id`"),
+        (lambda: torch.nn.Linear(1, 1).module, "leave out `.module`"),
+    ):
+        with pytest.raises((AttributeError, KeyError, ValueError)) as caught:
+            call()
+        hints.add_hint(caught.value)
+        assert text in caught.value.__notes__[-1]
 
 
 def test_parameters_that_differ_before_the_first_step(strategy, rank, torch, mt):
