@@ -7,6 +7,7 @@ import ctypes
 import platform
 import shutil
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_all_ranks_get_the_same_bits(
                     if rank == size - 1:
                         stack.enter_context(in_state(control, state))
                     found = [all_reduce(strategy, op, x) for _ in range(2)]
-                bits = {y.tobytes() for y in found}
-                if len(bits.union(everywhere(usual.tobytes()))) > 1:
+                bits = {*map(zlib.crc32, found)}
+                if len(bits.union(everywhere(zlib.crc32(usual)))) > 1:
                     wrong.append((dtype, count, op))
     assert everywhere(wrong) == [[]] * size

@@ -36,7 +36,7 @@ from mpidist._base import backend
 from mpidist._strategy.strategy import group_of
 
 DEFAULT_SEEDS = 4  # with and without guard and buffers: each once
-CALLS = 12
+CALLS = 8
 DTYPES = (
     "bool int8 uint16 int64 float16 float32 float64 longdouble complex64 complex128"
 )

@@ -301,8 +301,8 @@ def test_a_captured_per_replica_is_looked_at_as_it_is_now(strategy, rank, size):
 
 
 def test_reduce_to_moves_what_one_allreduce_moves(strategy, rank, size):
-    """100 MB on each of two ranks: one Allreduce of it, and nothing is gathered."""
-    megabytes = {1: 10, 2: 100}.get(size, 8)
+    """Megabytes on each rank: one Allreduce of them, and nothing is gathered."""
+    megabytes = {1: 10, 2: 24}.get(size, 8)
     x = np.full(megabytes * 2**20 // 8, 1.0 + rank)
     v = make(strategy, np.zeros(1))
 

@@ -35,7 +35,7 @@ ADDRESSES = (
 PLAIN = ("-O2",)
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 BUILDS = tempfile.TemporaryDirectory(prefix="mpidist-stress-")
-RUN_SECONDS = 3
+RUN_SECONDS = 1.5
 # A mutation is found in less than a second; but the machine may be busy.
 FIND_SECONDS = 60
 

@@ -75,7 +75,7 @@ def test_gathers_and_functions(strategy, rank, size):
 
 def test_gathers_wait_for_those_begun(strategy, rank, size):
     """They ask the core about their lengths before they meet the others."""
-    x = np.ones(8_000_000)
+    x = np.ones(2_000_000)
 
     def step():
         handles = [context().all_reduce_async("SUM", x) for _ in range(3)]
@@ -104,7 +104,7 @@ def test_both_threads_make_the_first_call_of_a_kind(strategy, size):
     """The cache of plans never shows the list of a kind without a plan."""
     kinds = [
         mpidist.experimental.CommunicationOptions(bytes_per_pack=1024 + k)
-        for k in range(500)
+        for k in range(200)
     ]
 
     def step():

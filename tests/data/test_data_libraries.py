@@ -108,6 +108,7 @@ def test_rows_of_grain_are_read_by_their_rank_only(strategy, grain, rank):
     assert read == kept
 
 
+@pytest.mark.guests
 @pytest.mark.one_size
 def test_torch_data_loader(strategy, torch, rank, size):
     x, y = torch.arange(ROWS * 2.0).reshape(ROWS, 2), torch.arange(ROWS)
@@ -130,6 +131,7 @@ def test_torch_data_loader(strategy, torch, rank, size):
         assert sorted(seen) == list(range(ROWS))
 
 
+@pytest.mark.guests
 def test_torch_tensors_are_not_copied(strategy, torch, rank):
     batch = torch.arange(8.0, requires_grad=True)
     dataset = strategy.experimental_distribute_dataset(iter([{"x": batch}]))
@@ -147,6 +149,7 @@ def test_torch_tensors_are_not_copied(strategy, torch, rank):
     assert (own(strategy, element) == 1).all()
 
 
+@pytest.mark.guests
 def test_torch_tensors_as_rows(strategy, torch):
     x = torch.arange(9)
     dataset = Dataset.from_tensor_slices({"x": x}).batch(4)

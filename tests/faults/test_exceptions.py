@@ -19,6 +19,7 @@ import pytest
 from faults.every_line import Injection
 from replicas import (
     SignalError,
+    a_third,
     assert_mirrored,
     assert_usable,
     context,
@@ -204,8 +205,16 @@ def with_frames_left(number, call):
     return descend(sys.getrecursionlimit() - depth - number)
 
 
-@pytest.mark.parametrize("left", [11, 12, 13, 14, 18])
-@pytest.mark.parametrize("verb", ["all_reduce", "large", "merge_call", "all_gather"])
+@pytest.mark.parametrize(
+    ("verb", "left"),
+    a_third(
+        [
+            (verb, left)
+            for verb in ("all_reduce", "large", "merge_call", "all_gather")
+            for left in (11, 12, 13, 14, 18)
+        ]
+    ),
+)
 def test_a_recursion_error_inside_a_call(
     new_strategy, rank, size, last, verb, left, monkeypatch
 ):
@@ -230,7 +239,7 @@ def test_a_recursion_error_inside_a_call(
     gc.collect()  # files that it left open warn here
 
 
-@pytest.mark.parametrize("left", range(8, 18))
+@pytest.mark.parametrize("left", a_third(range(8, 18)))
 def test_a_recursion_error_that_leaves_no_frame_to_say_so(
     new_strategy, rank, size, last, left, monkeypatch
 ):
