@@ -112,7 +112,7 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
         if op is None:
             raise ValueError(
                 f"{call}: {value!r} is not a valid ReduceOp; expected one of "
-                f"{', '.join(REDUCE_OPS)}"
+                f"{', '.join(REDUCE_OPS)}{_hint(value)}"
             )
         return op
     if isinstance(value, VariableAggregation):
@@ -120,8 +120,14 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
     raise TypeError(
         f"{call}: expected `reduce_op` to be a `mpidist.ReduceOp` or its name, got "
         f"{value!r} of type {type(value).__name__}"
-        f"{_FUNCTIONS if callable(value) else ''}"
+        f"{_hint(str(value)) or (_FUNCTIONS if callable(value) else '')}"
     )
+
+
+def _hint(name: str) -> str:
+    """Say what other libraries call the mean."""
+    average = name.upper().endswith(("AVG", "AVERAGE"))
+    return '; write "MEAN" for the average' if average else ""
 
 
 def get_loss_reduction() -> ReduceOp:

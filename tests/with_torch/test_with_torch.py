@@ -363,6 +363,11 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
         TypeError, lambda: mt.all_reduce(given, "MEAN", strategy=strategy)
     )
     assert "write `x.float()`" in texts[0]
+    average = torch.distributed.ReduceOp.AVG
+    texts = raises_everywhere(
+        TypeError, lambda: mt.all_reduce(half, average, strategy=strategy)
+    )
+    assert 'write "MEAN"' in texts[0]
     expanded = torch.ones(1).expand(2) if rank else torch.ones(2)
     texts = raises_everywhere(
         TypeError, lambda: mt.all_reduce(expanded, "SUM", strategy=strategy)
@@ -371,6 +376,8 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
     with torch.inference_mode():
         loss = torch.ones(2) + rank
     assert mt.all_reduce(loss, "SUM", strategy=strategy).tolist() == [3, 3]
+    text = remedies.missing_name("mpidist.torch", "", "get_rank").args[0]
+    assert "`strategy.replica_id`" in text
     text = remedies.missing_name("mpidist.torch", "", "all_gather").args[0]
     assert "`strategy.gather(strategy.run(lambda: value), axis=0)` outside" in text
 
