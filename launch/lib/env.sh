@@ -82,7 +82,7 @@ sys.exit(sys.version_info.releaselevel != "final" or bool(sysconfig.get_config_v
 make_venv() {
   local base
   if "$1/bin/python" -c 'import pip' 2>/dev/null; then return; fi
-  for base in "${2:-python3}" python3.14 python3.13 python3.12 python3.11 ''; do # '': none of them
+  for base in "${2:-python3}" python3.15 python3.14 python3.13 python3.12 python3.11 ''; do # '': none of them
     if "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
   done
   [[ -n $base ]] || die "Python 3.11 or newer is needed, and none is on the PATH"

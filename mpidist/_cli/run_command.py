@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("run", _DESCRIPTION, _USAGE)
     add = parser.add_argument
     text = "the number of ranks (default: the cores that this process may use)"
-    add("-n", "-np", type=int, metavar="N", help=text)
+    add("-n", "-np", dest="n", type=int, metavar="N", help=text)
     text = "go on when a rank dies (Open MPI 5: `mpirun --with-ft ulfm`)"
     add("--elastic", action="store_true", help=text)
     text = "start a job that fails again, up to K times (default: 0)"

@@ -219,9 +219,9 @@ class _Pickler(Pickler):  # type: ignore[misc]
         is_named = kind is types.FunctionType or isinstance(obj, type)
         if is_named and functions.is_global(obj):
             return ("global", obj.__module__, obj.__qualname__)
-        if self._names is not None:
+        if self._names is not None and id(obj) not in self._data:
             name = self._names.name_of(obj)
-            if name is not None and id(obj) not in self._data:
+            if name is not None:
                 return ("named", *name)
         if kind is types.FunctionType:
             home = functions.module_of(obj.__globals__)
