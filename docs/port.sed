@@ -1,14 +1,14 @@
 # From tf.distribute to mpidist: sed -E -i -f port.sed program.py
-/^ *@tf\.function\((.*[^)])?$/{
+/^\s*@tf\.function\((.*[^)])?$/{
 :more
 N
-/\n *(def|async|@)\b[^\n]*$/!bmore
+/\n\s*(def|async|@)\b[^\n]*$/!bmore
 s/.*\n//
 }
 s/^(import .*), *tensorflow as tf$/\1, contextlib, logging as tf_logging, os, shutil, mpidist/
 s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, logging as tf_logging, os, shutil\nimport numpy as np\nimport mpidist/
 /^from tensorflow import keras$/d
-/^ *from (tensorflow\.)?keras\.optimizers import\b/{
+/^\s*from (tensorflow\.)?keras\.optimizers import\b/{
 :join
 s/ *#[^\n]*//
 /\([^)]*$/{
@@ -16,7 +16,7 @@ N
 s/[ \n]+/ /2g
 bjoin
 }
-s/^( *)from [a-z.]+ import (\( *([^()]*[^(), ]),? *\)|(.*))/\1from mpidist.optimizers import \3\4/
+s/^(\s*)from [a-z.]+ import (\( *([^()]*[^(), ]),? *\)|(.*))/\1from mpidist.optimizers import \3\4/
 s/\b(AdamW?|RMSprop|SGD)( *)(,|$)/\1 as \1\2\3/g
 :as
 s/ import (.*)\b(AdamW?|RMSprop|SGD) as (\w+)(.*)/ import \1\2\4; \3 = \2.of_keras/
@@ -45,12 +45,12 @@ s/(checkpoint|ckpt)\.read\(/\1.restore(/g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
 s/\b(tf\.)?keras\.mixed_precision\.(experimental\.)?LossScaleOptimizer\b/mpidist.optimizers.LossScaleOptimizer/g
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
-s/(\(|^ +)(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/\1):/
-s/^( *class \w+\()(tf\.keras|keras)\.(Model|layers\.Layer)\):/\1mpidist.Module):/
+s/(\(|^\s+)(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/\1):/
+s/^(\s*class \w+\()(tf\.keras|keras)\.(Model|layers\.Layer)\):/\1mpidist.Module):/
 s/\bisinstance\(([^(),]*), *(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\)/callable(\1)/g
 /\bmomentum *=/!s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\b/mpidist.optimizers.RMSprop/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\(/mpidist.optimizers.\3.of_keras(/g
-/\bis(instance|subclass)\(|^ *class /!s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\b/mpidist.optimizers.\3.of_keras/g
+/\bis(instance|subclass)\(|^\s*class /!s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\b/mpidist.optimizers.\3.of_keras/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?/mpidist.optimizers./g
 s/\b(tf\.)?keras\.optimizers\b/mpidist.optimizers/g
 s/\boptimizers\.schedules\.(Cosine|Exponential|Polynomial)Decay\(/optimizers.\L\1\E_decay(/g
@@ -78,7 +78,7 @@ s/\.restore\(save_path *= */.restore(/g
 s/\btf\.(math\.)?reduce_(all|any|max|mean|min|prod|std|sum)\b/np.\2/g
 s/\bin tf\.range\(/in range(/g
 s/\btf\.(math\.)?(abs|add|ceil|cos|divide|equal|exp|floor|greater|greater_equal|less|less_equal)\b/np.\2/g
-s/\btf\.(math\.)?(log|logical_and|logical_not|logical_or|maximum|minimum|multiply|not_equal|round)\b/np.\2/g
+s/\btf\.(math\.)?(log|logical_and|logical_not|logical_or|maximum|minimum|mod|multiply|not_equal|round)\b/np.\2/g
 s/\btf\.(math\.)?(sign|sin|sqrt|square|subtract|tanh)\b/np.\2/g
 s/\btf\.(linalg\.)?(einsum|expand_dims|eye|linspace|matmul|meshgrid|ones|ones_like|reshape)\b/np.\2/g
 s/\bnp\.matmul\(([^(),]+), *([^(),]+), *transpose_a=True/np.matmul(\1.T, \2/g
@@ -92,14 +92,14 @@ s/(^|[^].[:alnum:]_])(\w+(\.\w+|\[[^][]*\])*)\.shape\.as_list\(\)/\1[*\2.shape]/
 s/(^|[^].[:alnum:]_])\w+(\.\w+)*\.shape\.is_fully_defined\(\)/\1True/g
 s/\.shape\.(ndims|rank)\b/.ndim/g
 s/\btf\.one_hot\(([^(),]*), *(depth=)?([^(),]*)\)/(np.array(\1)[..., None] == np.arange(\3)).astype("f4")/g
-s/\btf\.cond\(([^(),]*(\([^()]*\))?), *([^(),]*), *([^(),]*)\)/(\3 if \1 else \4)()/g
+s/\btf\.cond\(/(lambda pred, true_fn, false_fn, name=None: (true_fn if pred else false_fn)())(/g
 s/\btf\.(math\.)?pow\b/np.power/g
 s/\btf\.(math\.)?add_n\b/sum/g
 s/\btf\.(newaxis|pi)\b/np.\1/g
 s/\btf\.bool\b/bool/g
 s/\btf\.nn\.relu\(/np.maximum(0, /g
-s/\btf\.nn\.(sparse_)softmax_cross_entropy_with_logits\(labels=([^(),]*), *logits=([^(),]*)\)/mpidist.losses.\1categorical_crossentropy(\2, \3, from_logits=True)/g
-s/\btf\.nn\.softmax_cross_entropy_with_logits\(labels=([^(),]*), *logits=([^(),]*)\)/mpidist.losses.categorical_crossentropy(\1, \2, from_logits=True)/g
+s/\btf\.nn\.(sparse_)?softmax_cross_entropy_with_logits\(/(lambda labels, logits, name=None: mpidist.losses.\1categorical_crossentropy(labels, logits, from_logits=True))(/g
+s/\btf\.boolean_mask\(([^(),]+), *([^(),]+)\)/\1[\2]/g
 s/\btf\.clip_by_value\b/np.clip/g
 s/\btf\.concat\b/np.concatenate/g
 /\bnorm\(.*\bord *=/!s/\btf\.(linalg\.)?norm\b/np.linalg.norm/g
@@ -112,12 +112,13 @@ s/\btf\.logging\.set_verbosity\(/tf_logging.basicConfig(level=/g
 s/\btf\.(get_logger|logging\.get_logger)\(\)/tf_logging.getLogger("tf")/g
 s/\btf\.logging\.(DEBUG|ERROR|FATAL|INFO|WARN|debug|error|fatal|info|warning)\b/tf_logging.\1/g
 s/\btf\.logging\.warn\(/tf_logging.warning(/g
+s/\btf\.config\.(experimental\.)?list_(logical|physical)_devices\(["']TPU["']\)/[]/g
 s/\btf\.config\.([a-z_]+\.)?(set|run|enable|experimental_run|experimental_connect)_\w+\(/(lambda *_, **__: None)(/g
 s/\btf\.experimental\.async_scope\(/contextlib.nullcontext(/g
 s/\btf\.experimental\.async_clear_error\(\)/None/g
 s/\btf\.executing_eagerly\(\)/True/g
 s/\btf\.is_tensor\(([^()]*)\)/isinstance(\1, (np.ndarray, np.generic, mpidist.Variable))/g
-/^ *@tf\.autograph\.experimental\.do_not_convert$/d
+/^\s*@tf\.autograph\.experimental\.do_not_convert$/d
 s/\btf\.autograph\.experimental\.do_not_convert\(/(lambda func: func)(/g
 s/\btf\.autograph\.experimental\.set_loop_options\(/(lambda **_: None)(/g
 s/(^|[^].[:alnum:]_])(\w+(\.\w+)*)\.get_concrete_function\(/\1(lambda *_, **__: \2)(/g
@@ -125,12 +126,13 @@ s/\btf\.summary\.experimental\.([gs]et_step)\b/mpidist.summary.\1/g
 s/\btf\.group\(/(lambda *calls: None)(/g
 s/\btf\.no_op\(\)/None/g
 s/\btf\.print\(/print(/g
+s/\b(tf\.io\.gfile|os\.path)\.exists\(os\.path\.join\(([^()]*), *["']checkpoint["']\)\)/(mpidist.latest_checkpoint(\2) is not None)/g
 s/\btf\.io\.gfile\.(exists|isdir)\(/os.path.\1(/g
 s/\btf\.io\.gfile\.(listdir|remove)\(/os.\1(/g
-s/\btf\.io\.gfile\.makedirs\((.*)\)$/os.makedirs(\1, exist_ok=True)/
+s/\btf\.io\.gfile\.(mkdir|makedirs)\((.*)\)$/os.makedirs(\2, exist_ok=True)/
 s/\btf\.io\.gfile\.rmtree\((.*)\)$/shutil.rmtree(\1, ignore_errors=True)/
 s/\btf\.io\.gfile\.GFile\(/open(/g
-/^ *(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/d
+/^\s*(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/d
 s/\btf\.function\(/(lambda func=lambda f: f, *_, **__: func)(/g
 s/\btf\.get_variable\(([^,]*), *(shape=)?(\[[^]]*\]), *initializer=tf\.zeros_initializer(\(\))?\)/mpidist.Variable(np.zeros(\3), name=\1)/
 s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|get_variable)\b/mpidist.\1/g

@@ -21,6 +21,7 @@ from mpidist._base import threads as _threads
 from mpidist._base.expect import as_int as _as_int
 from mpidist._base.expect import expect as _expect
 from mpidist._runtime import context as _context
+from mpidist._values.distributed import is_per_replica as _is_per_replica
 from mpidist.cluster import this_process as _this_process
 
 __all__ = [
@@ -152,9 +153,11 @@ def scalar(
     if here.writer is None or not should_record_summaries():
         return False
     hint = 'write `strategy.reduce("MEAN", value, axis=None)` for a PerReplica'
-    array, _ = _backend.as_array(data, "summary.scalar")
+    call, what = "summary.scalar", "`data` to be a number"
+    _expect(not _is_per_replica(data), call, what, data, hint)
+    array, _ = _backend.as_array(data, call)
     is_real = array.shape == () and _backend.number_kind(array.dtype) in "biuf"
-    _expect(is_real, "summary.scalar", "`data` to be a number", data, hint)
+    _expect(is_real, call, what, data, hint)
     value = float(_backend.to_host(array))
     step = here.step if step is None else step
     hint = "write `step=optimizer.iterations`, or call `mpidist.summary.set_step(step)`"

@@ -14,7 +14,7 @@ from mpidist._base.remedies import (
     missing_name,
 )
 from mpidist._checkpoints import contents
-from mpidist._checkpoints.items import VariableItem
+from mpidist._checkpoints.items import LaterItem, VariableItem
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
 from mpidist._runtime.interruptions import tells
@@ -233,7 +233,7 @@ class RestoreStatus(list[str]):
     Args:
         names: the names.
         partial: whether the checkpoint was restored with ``partial=True``.
-        later: the names of the optimizers that restore theirs later.
+        later: the optimizers that restore theirs later.
         nothing: whether the path was None, so that nothing was restored.
     """
 
@@ -241,7 +241,7 @@ class RestoreStatus(list[str]):
         self,
         names: Iterable[str],
         partial: bool,
-        later: Iterable[str] = (),
+        later: Iterable[LaterItem] = (),
         *,
         nothing: bool = False,
     ) -> None:
@@ -260,12 +260,13 @@ class RestoreStatus(list[str]):
 
         Raises:
             AssertionError: after ``partial=True``, which does not ask for that; if an
-                optimizer restores its variables later; and if the path was None.
+                optimizer has not made its variables yet; and if the path was None.
         """
         self.assert_existing_objects_matched()
-        if self._later:
+        waiting = sorted(item.name for item in self._later if item.waits())
+        if waiting:
             raise AssertionError(
-                f"Checkpoint.restore: {self._later[0]!r} restores its variables when "
+                f"Checkpoint.restore: {waiting[0]!r} restores its variables when "
                 "it makes them, in its first `apply_gradients`; write "
                 "`optimizer.build(variables)` before `restore`, or "
                 "`assert_existing_objects_matched()`"

@@ -163,11 +163,17 @@ class LaterItem:
     Args:
         name: its name in the checkpoint.
         keep: the function that keeps the arrays, by the names of the variables, and
-            whether some may be missing; and the path, for messages.
+            whether some may be missing; and the path, for messages. It returns a
+            function that tells whether they are still kept.
     """
 
+    waits: Callable[[], bool]
+    """What ``keep`` has returned."""
+
     def __init__(
-        self, name: str, keep: Callable[[dict[str, HostArray], bool, str], object]
+        self,
+        name: str,
+        keep: Callable[[dict[str, HostArray], bool, str], Callable[[], bool]],
     ) -> None:
         self.name, self.keep = name, keep
 

@@ -224,7 +224,7 @@ def put(
     apart: Collection[str] = (),
     partial: bool = False,
     path: str = "",
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[LaterItem]]:
     """Restore objects. Collective.
 
     Args:
@@ -238,7 +238,7 @@ def put(
         path: of the checkpoint, for the messages of such an object.
 
     Returns:
-        The names of the items, and of the objects that make their variables later.
+        The names of the items, and the objects that make their variables later.
     """
     variables = [item for item in items.values() if isinstance(item, VariableItem)]
     later = [item for item in items.values() if isinstance(item, LaterItem)]
@@ -260,7 +260,7 @@ def put(
         for item, value in zip(variables, values, strict=True):
             storage_of(item.variable).apply("assign", value)
         for waiting, own in zip(later, kept, strict=True):
-            waiting.keep(own, partial, path)
+            waiting.waits = waiting.keep(own, partial, path)
 
     guard = call.guard
     before: list[tuple[StateItem, State]] = []
@@ -281,8 +281,7 @@ def put(
         guard.interrupted(call.name, error)
         _put_back(call, before, error)
         raise
-    names = sorted(item.name for item in later)
-    return sorted(items.keys() - {*names}), names
+    return sorted(items.keys() - {item.name for item in later}), later
 
 
 def _prepared(item: VariableItem, x: HostArray) -> Array:

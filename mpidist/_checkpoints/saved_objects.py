@@ -39,7 +39,7 @@ from mpidist._checkpoints.collective_call import (
     wait_for_threads,
 )
 from mpidist._checkpoints.exchange import Values
-from mpidist._checkpoints.items import Item, StateItem, VariableItem
+from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
 from mpidist._checkpoints.state_json import Packed, Stored, host_copy
 from mpidist._checkpoints.storage import (
     CheckpointReader,
@@ -153,12 +153,12 @@ class SavedObjects:
 
     def read(
         self, path: object, partial: bool, name: str
-    ) -> Callable[[], tuple[list[str], list[str]]] | None:
+    ) -> Callable[[], tuple[list[str], list[LaterItem]]] | None:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective.
 
         Returns:
             A function that restores the objects, and returns the names of the items,
-            and of the objects that make their variables later; collective. None if the
+            and the objects that make their variables later; collective. None if the
             path of rank 0 is None.
         """
         details = f", partial={bool(partial)}"

@@ -40,6 +40,8 @@ class _Required:
 
 
 _NO_AXIS: Final[Any] = _Required()
+_NOTHING: Final = contextlib.nullcontext()
+_RUN: Final = "call_for_each_replica"
 SupportsWrite: TypeAlias = Any
 """A file, or another object with ``write``."""
 # Any: datasets of other libraries, which may have `__getitem__` instead of `__iter__`.
@@ -246,6 +248,9 @@ class Strategy:
             kwargs: its keyword arguments, passed in the same way.
             options: accepted and ignored (``tf.distribute.RunOptions`` is for TPUs).
 
+        In a class that overrides `scope`, as in TensorFlow, ``fn`` runs in that scope;
+        not if ``merge_fn`` calls this.
+
         Returns:
             The result of ``fn``: each array or number of the nest as a `PerReplica`,
             also with one replica; variables, None and other objects unchanged.
@@ -258,9 +263,14 @@ class Strategy:
             RuntimeError: in a replica function, or in another strategy's scope.
         """
         kwargs = {} if kwargs is None else kwargs
-        return dispatch.perform(
-            self._group, "call_for_each_replica", fn, args, kwargs, call="Strategy.run"
-        )
+        here: contextlib.AbstractContextManager[object] = _NOTHING
+        if type(self).scope is not Strategy.scope:  # may have creators of variables
+            if context.current().coordinator is None:
+                here = self.scope()
+        with here:
+            return dispatch.perform(
+                self._group, _RUN, fn, args, kwargs, call="Strategy.run"
+            )
 
     experimental_run_v2 = run
 

@@ -23,7 +23,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
 from mpidist._agreement.mismatch import Call
@@ -288,16 +288,20 @@ class Optimizer:
 
     def __restore_later__(
         self, arrays: dict[str, HostArray], partial: bool, path: str
-    ) -> None:
+    ) -> Callable[[], bool]:
         """Keep what `build` is to restore; of a checkpoint that was restored before.
 
         Args:
             arrays: the values of variables by name, the same on all ranks.
             partial: whether some may be missing, or others be there.
             path: of the checkpoint, for messages.
+
+        Returns:
+            A function that tells whether they are still kept.
         """
-        self._restored = arrays, partial, path
+        self._restored = kept = arrays, partial, path
         self._restore_iterations()
+        return lambda: self._restored is kept
 
     def _restore_iterations(self) -> None:
         count = self._iterations

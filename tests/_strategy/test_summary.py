@@ -93,6 +93,11 @@ def test_rank_0_writes_what_all_ranks_give(strategy, folder):
         with summary.record_if(lambda: False):
             assert summary.scalar("left out", 1.0) is False
             assert not summary.should_record_summaries()
+        losses = strategy.run(lambda: 1.0)
+        with pytest.raises(
+            TypeError, match=r"write `strategy\.reduce\(\"MEAN\", value"
+        ):
+            summary.scalar("of this rank alone", losses)
     assert summary.scalar("after", 1.0, step=0) is False
     writer.flush()
     writer.close()

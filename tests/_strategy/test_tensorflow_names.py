@@ -1,5 +1,6 @@
 """Programs that libraries for TensorFlow contain, and the names that they use."""
 
+import contextlib
 import functools
 
 import numpy as np
@@ -11,6 +12,7 @@ from replicas import (
     local,
     make,
     raises_everywhere,
+    this_replica,
 )
 
 import mpidist
@@ -226,6 +228,40 @@ def test_variable_creator_scope(strategy, size):
         optimizer = mpidist.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build([other])
     assert all(v.name.startswith("scope/") for v in optimizer.variables)
+
+
+def test_run_enters_the_scope_of_a_derived_class(rank, size):
+    """As Sonnet's Replicator, whose optimizers make variables in the first step."""
+
+    class Replicator(mpidist.MPIStrategy):
+        @contextlib.contextmanager
+        def scope(self):
+            with super().scope(), mpidist.variable_creator_scope(on_read):
+                yield
+
+    def on_read(next_creator, **kwargs):
+        return next_creator(**kwargs | {"synchronization": "ON_READ"})
+
+    slots = []
+
+    def step():
+        if not slots:
+            slots.append(mpidist.Variable(0.0))
+        slots[0].assign_add(this_replica() + 1.0)
+        return slots[0].read_value()
+
+    replicator = Replicator()
+    for k in (1.0, 2.0):
+        assert local(replicator, step) == k * (rank + 1)
+    with replicator.scope():
+        assert mpidist.Variable(1.0).synchronization.name == "ON_READ"
+    context = mpidist.get_replica_context
+
+    def merged():
+        return context().merge_call(lambda strategy: strategy.run(lambda: 2.0))
+
+    assert local(replicator, merged) == 2.0
+    replicator.close()
 
 
 def test_creators_that_make_no_sense(strategy):

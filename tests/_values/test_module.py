@@ -48,6 +48,10 @@ def test_variables_are_found_and_saved_by_attribute(strategy, folder):
         "model/more/x/0",
     ]
     assert not last.b.numpy().any()
+    for name, method in (("save_weights", "save"), ("load_weights", "restore")):
+        with pytest.raises(AttributeError) as caught:
+            getattr(model, name)
+        assert f"mpidist.Checkpoint(model=module).{method}(path)" in str(caught.value)
 
 
 def test_containers_that_are_anywhere(strategy):

@@ -55,6 +55,7 @@ def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
     for x, y in zip(step(strategy, optimizer, v, w), expected, strict=True):
         np.testing.assert_array_equal(x, y)
     assert int(optimizer.iterations) == 4
+    assert status.assert_consumed() is status  # by now, as in TensorFlow
     mpidist.check_in_sync([v, w])
 
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 
+import numpy as np
 import pytest
 from launching import ROOT, run_ranks
 
@@ -182,11 +183,19 @@ labels = [1, -1]  # which is no class
 one_hot = tf.one_hot(labels, depth=2)
 x = tf.constant([[3.0, 4.0], [0.0, 0.0]])
 norm, turned = tf.norm(x), tf.transpose(x, perm=[1, 0])
+larger = tf.cond(tf.math.mod(norm, 2) < 1.0,
+                 lambda: tf.boolean_mask(x, labels),
+                 false_fn=lambda: tf.boolean_mask(x, x > 3.0),
+                 name="larger")
+losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[0, 1],
+                                                        logits=x)
 """
     found: dict[str, object] = {}
     exec(ported(program, tmp_path).read_text(), found)
     assert found["one_hot"].tolist() == [[0.0, 1.0], [0.0, 0.0]]
     assert (found["norm"], found["turned"].tolist()) == (5.0, [[3.0, 0.0], [4.0, 0.0]])
+    assert found["larger"].tolist() == [4.0]
+    assert found["losses"] == pytest.approx(np.log([1 + np.e, 2]))
     # Of a matrix NumPy's is another norm: this is left to the reader.
     with pytest.raises(AssertionError, match=r"tf\.norm"):
         ported("y = tf.norm(x, ord=2)\n", tmp_path)
@@ -226,17 +235,29 @@ double = tf.function(autograph=False)(double)
 triple = tf.function(
     lambda x: 3 * x, input_signature=[tf.TensorSpec(shape=[], dtype=tf.float32)])
 class Net(tf.keras.Model):
-  def __init__(self):
-    super(Net, self).__init__()
-    self.w = tf.Variable(1.0)
+	def __init__(self):
+		super(Net, self).__init__()
+		self.w = tf.Variable(1.0)
+
+	@tf.function
+	def __call__(self, x):
+		return self.w * x
+
+tf.io.gfile.mkdir(FOLDER)
+before = tf.io.gfile.exists(os.path.join(FOLDER, "checkpoint"))
+tf.train.Checkpoint(model=Net()).save(file_prefix=os.path.join(FOLDER, "ckpt"))
+after = os.path.exists(os.path.join(FOLDER, "checkpoint"))
+tpus = tf.config.experimental.list_logical_devices("TPU")
 
 x = tf.zeros([2, 3])
 shapes = [x.shape.as_list()[1:], x.get_shape().as_list(), x.shape.rank, x.shape.ndims]
 if x.shape.is_fully_defined():
   tf.compat.v1.logging.warning("of TensorFlow")
 """
-    found: dict[str, object] = {}
+    found: dict[str, object] = {"FOLDER": str(tmp_path / "d")}
     exec(ported(program, tmp_path).read_text(), found)
+    assert (found["before"], found["after"], found["tpus"]) == (False, True, [])
+    assert found["Net"]()(3.0) == 3.0
     assert found["logging"].info == "of absl"
     assert caplog.messages == ["of TensorFlow"]
     keras = ["of_keras=True" in repr(x) for x in (*found["many"], found["old"])]
