@@ -264,9 +264,9 @@ class Strategy:
         """
         kwargs = {} if kwargs is None else kwargs
         here: contextlib.AbstractContextManager[object] = _NOTHING
-        if type(self).scope is not Strategy.scope:  # may have creators of variables
-            if context.current().coordinator is None:
-                here = self.scope()
+        own = type(self).scope is not Strategy.scope  # may have creators of variables
+        if own and context.current().coordinator is None:
+            here = self.scope()
         with here:
             return dispatch.perform(
                 self._group, _RUN, fn, args, kwargs, call="Strategy.run"
