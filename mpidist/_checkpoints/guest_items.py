@@ -50,10 +50,7 @@ def item_of(name: str, value: Any) -> StateItem | None:
     if isinstance(value, torch.nn.Module):
         return _ModuleItem(name, value)
     if isinstance(value, torch.optim.Optimizer):
-        is_collective = getattr(value, "state_is_collective", False)
-        return _OptimizerItem(
-            name, value.state_dict, value.load_state_dict, readable=not is_collective
-        )
+        return _OptimizerItem(name, value)
     if isinstance(value, torch.Generator):
         return _TorchGeneratorItem(name, value)
     if guests.kind_of(value) == "torch":
@@ -69,6 +66,15 @@ def _copy(tensor: Any, state: State) -> None:
 
 class _OptimizerItem(StateItem):
     """An optimizer; its tensors are the same on all replicas."""
+
+    def __init__(self, name: str, optimizer: Any) -> None:
+        super().__init__(
+            name,
+            optimizer.state_dict,
+            optimizer.load_state_dict,
+            readable=not getattr(optimizer, "state_is_collective", False),
+        )
+        self.forget = optimizer.zero_grad
 
     def shared(self, array: str) -> bool:
         return True
@@ -95,6 +101,7 @@ class _ModuleItem(_TensorsItem):
             merge=lambda states: states[0],
         )
         self._module = module
+        self.forget = module.zero_grad
 
     def shared(self, array: str) -> bool:
         named = self._module.named_parameters(remove_duplicate=False)

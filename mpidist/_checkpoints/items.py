@@ -62,9 +62,13 @@ class StateItem:
             None if the object does not support it.
         readable: whether `get` may be called when the checkpoint is made: it does not
             communicate.
+
+    Attributes:
+        forget: drops what an object has beside its state, its gradients; None: nothing.
     """
 
     kind = "object"
+    forget: Callable[[], object] | None = None
 
     def __init__(
         self,

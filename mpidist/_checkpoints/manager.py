@@ -281,6 +281,11 @@ class CheckpointManager:
         return None
 
 
+def forget_interval(manager: CheckpointManager) -> None:
+    """Have the next `save` save, whatever its `checkpoint_interval`."""
+    manager._saved_step = None
+
+
 def _scan(directory: str, prefix: str | None) -> tuple[list[_Entry], int]:
     """Find the checkpoints of a manager, or all, and verify the newest.
 

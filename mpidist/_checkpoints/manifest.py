@@ -99,6 +99,12 @@ def write_manifest(path: str, manifest: Manifest) -> None:
         "rest": {key: getattr(manifest.rest, key) for key in ("start", "end", "crc32")},
     }
     text = json.dumps(entries, indent=1, allow_nan=False)
+    if len(text) > _LARGEST_MANIFEST:
+        raise ValueError(
+            f"Checkpoint.save: the states are {len(text):,} bytes of JSON, more than "
+            f"the {_LARGEST_MANIFEST:,} that can be restored; keep long lists of "
+            "numbers in a state as NumPy arrays"
+        )
     head = f"{_HEAD}{zlib.crc32(text.encode()):08x}"
     with open(path, "xb") as file:
         file.write((head + text[len(head) :] + "\n").encode())

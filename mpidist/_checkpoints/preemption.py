@@ -34,7 +34,7 @@ from mpidist._base import threads
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
-from mpidist._checkpoints.manager import CheckpointManager
+from mpidist._checkpoints.manager import CheckpointManager, forget_interval
 
 # Launchers differ in what they pass on: MPICH's mpirun ends at SIGUSR2, NCCL is said to
 # use SIGUSR1. So each of them will do.
@@ -198,6 +198,7 @@ class PreemptionCheckpointHandler:
                 raise
             text = f"{call.name}: an earlier save has failed: {error}"
             call.on_rank_0(lambda: warnings.warn(text, RuntimeWarning, stacklevel=2))
+        forget_interval(self._manager)
         save = self._config.save_fn or self._manager.save
         call.together(lambda: save(*args, **kwargs), scope=False)
         call.wait_for_save()

@@ -91,7 +91,7 @@ class _Packer:
         if state is None or isinstance(state, bool) or type(state) is int:
             return state
         if isinstance(state, str):
-            return str(state)
+            return str.__str__(state)  # of a member of an enum its value
         if isinstance(state, (bytes, bytearray)):
             return {"$bytes": base64.b64encode(state).decode()}
         if isinstance(state, (np.ndarray, np.generic)):
@@ -130,6 +130,8 @@ class _Packer:
         ]
 
     def _numpy(self, x: Any, at: str) -> Json:
+        if isinstance(x, np.ma.MaskedArray):  # the mask would be lost
+            raise self._refused(x, at)
         if x.dtype.kind not in _ARRAY_KINDS:
             raise TypeError(
                 f"{self._where}: {at!r}: its state has an array of dtype {x.dtype}, "
@@ -137,6 +139,7 @@ class _Packer:
                 "dtype"
             )
         if x.nbytes > _MOST_INLINE:
+            x = x.astype(x.dtype.newbyteorder("="), copy=False)  # that of the file
             return self._tensor("numpy", x, at, "cpu")
         data = base64.b64encode(x.tobytes()).decode()
         content = {"dtype": x.dtype.str, "shape": list(x.shape), "base64": data}

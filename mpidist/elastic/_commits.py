@@ -212,6 +212,9 @@ def put(
         return commit.arrays | copies
 
     restoring.put(call, by_name, saved, call.together(copy, scope=False))
+    for item in items:  # of the step that was lost; a spare has none
+        if isinstance(item, StateItem) and item.forget is not None:
+            item.forget()
 
 
 def _named(saved: Values) -> set[str]:

@@ -262,12 +262,13 @@ class DistributedOptimizer(_AnyOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of the optimizer.
+        """Set the state of the optimizer; the next backward pass is the first of k.
 
         Args:
             state_dict: from `state_dict`, of this class or of the optimizer's.
         """
         self._optimizer.load_state_dict(state_dict)
+        self._passes, self._synchronized = 0, False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer.

@@ -120,6 +120,11 @@ class _Plan:
         self._left: dict[int, int] = {}
         self.restart()
 
+    def is_usable(self) -> bool:
+        """Return whether the ranks have begun the same buckets, and can begin more."""
+        guard = self.group.guard
+        return not guard.broken and self.failures == guard.reports.failures
+
     def restart(self) -> None:
         """Wait for the gradients of the next step."""
         self._left = {
@@ -171,13 +176,13 @@ class Overlap:
     def _note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready, and begin what can be begun."""
         plan = self._plan
+        if plan is not None and not plan.is_usable():
+            self._forget()
+            plan = None
         if plan is None:
             self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
             gradient = parameter.grad
             self._found[id(parameter)] = (*_with_version(gradient), _sum_of(gradient))
-            return
-        if plan.failures != plan.group.guard.reports.failures:
-            self._forget()  # the ranks have not begun the same buckets
             return
         can_begin = plan.note(parameter)
         while can_begin and not self._holds:
@@ -251,9 +256,7 @@ class Overlap:
             divisor: divides the results.
         """
         plan = self._plan
-        if plan is not None and (
-            plan.group is not group or plan.failures != group.guard.reports.failures
-        ):
+        if plan is not None and not (plan.group is group and plan.is_usable()):
             self._forget()
             plan = None
         try:

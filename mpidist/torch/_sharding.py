@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, partition
 from mpidist._base.errors import OutOfSyncError, on_rank
 from mpidist._base.fingerprint import fingerprint_of
@@ -158,10 +159,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group = self._group("step")
         guard, call = group.guard, f"{self._name}.step"
         loss = None
-        with group.guard.checking(call):
-            if closure is not None:
+        if closure is not None:  # it may be collective, and raise on one rank
+            compute = closure
+
+            def body(_: SectionResult) -> Any:
                 with torch.enable_grad():
-                    loss = closure()
+                    return compute()
+
+            loss = run_section(guard, Call(f"{call}, the closure"), body)
+        with group.guard.checking(call):
             for part in self._all_parts():
                 part.refresh()
             self._write_settings()

@@ -20,7 +20,9 @@ from mpidist._strategy.strategy import group_of
 @pytest.mark.parametrize("how", ["signal", "watcher"])
 def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
     step = variable(strategy, 0)
-    manager = mpidist.CheckpointManager(mpidist.Checkpoint(step=step), folder)
+    manager = mpidist.CheckpointManager(
+        mpidist.Checkpoint(step=step), folder, step_counter=step, checkpoint_interval=99
+    )
 
     def leave():
         raise InterruptedError("leaving")

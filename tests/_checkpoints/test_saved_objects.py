@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 
 import numpy as np
@@ -10,6 +11,7 @@ from checkpoint_objects import Iterator
 from replicas import raises_everywhere
 
 import mpidist
+from mpidist._checkpoints import manifest
 
 
 @pytest.mark.mpi
@@ -78,6 +80,35 @@ def test_states_come_back_as_they_were(tmp_path):
     it.state = lambda: {"f": len}
     with pytest.raises(TypeError, match=r"'it': its state has <built-in .* len>"):
         checkpoint.save(tmp_path / "a")
+
+
+@pytest.mark.parametrize("file_format", ["npz", "safetensors"])
+def test_states_of_other_types_come_back_as_their_values(tmp_path, file_format):
+    kind = enum.Enum("Kind", {"RED": "red"}, type=str)
+    it, got = Iterator(), []
+    it.state = lambda: {"kind": kind.RED, "large": np.arange(5e3, dtype=">f8")}
+    it.restore = got.append
+    checkpoint = mpidist.Checkpoint(it=it)
+    checkpoint.save(tmp_path / "a", format=file_format)
+    checkpoint.restore(tmp_path / "a")
+    assert got[0]["kind"] == kind.RED
+    np.testing.assert_array_equal(got[0]["large"], np.arange(5e3))
+
+
+def test_what_could_not_be_restored_is_not_saved(tmp_path, monkeypatch):
+    it = Iterator()
+    it.state = lambda: [1] * 1000
+    checkpoint = mpidist.Checkpoint(it=it)
+    checkpoint.save(tmp_path / "a")
+    it.state = lambda: np.ma.masked_equal([1, 2], 2)
+    with pytest.raises(TypeError, match="MaskedArray, which cannot be saved"):
+        checkpoint.save(tmp_path / "a")
+    it.state = lambda: [2] * 1000
+    monkeypatch.setattr(manifest, "_LARGEST_MANIFEST", 1000)
+    with pytest.raises(ValueError, match="keep long lists of numbers"):
+        checkpoint.save(tmp_path / "a")
+    monkeypatch.undo()
+    assert mpidist.load_checkpoint(tmp_path / "a").states["it"] == ([1] * 1000,)
 
 
 @pytest.mark.parametrize(

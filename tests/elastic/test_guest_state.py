@@ -32,6 +32,8 @@ def test_a_pytree_is_a_value_of_a_state(tmp_path):
 @pytest.mark.parametrize("spare", [False, True])
 def test_a_torch_training_goes_back_to_a_commit(spare):
     torch = pytest.importorskip("torch")
+    import mpidist.torch as mt
+
     states = {}
 
     def make(seed):
@@ -42,14 +44,16 @@ def test_a_torch_training_goes_back_to_a_commit(spare):
             model[0].weight.fill_(0.5)
             model[0].bias.fill_(float(seed))
         optimizer = torch.optim.Adam(model.parameters())
+        optimizer = mt.DistributedOptimizer(optimizer, backward_passes_per_step=2)
         return elastic.State(model=model, optimizer=optimizer, own=generator, n=0)
 
-    def step(state, rank):
+    def step(state, strategy):
         # Each rank has rows of its own for the buffers; the gradients are the same.
         state.model(torch.randn(4, 2, generator=state.own))
         for p in state.model.parameters():
             p.grad = torch.ones_like(p)
-        state.optimizer.step()
+        with strategy.scope():
+            state.optimizer.step()
         state.n += 1
 
     def look(state):
@@ -59,12 +63,12 @@ def test_a_torch_training_goes_back_to_a_commit(spare):
     def train():
         rank = testing.current_group().rank
         state = states[rank] = make(0)
-        _hold(state)
-        for _ in range(3):
-            step(state, rank)
+        strategy, _ = _hold(state)
+        for _ in range(4):
+            step(state, strategy)
         state.commit()
         expected = look(state)
-        step(state, rank)
+        step(state, strategy)
         return expected
 
     expected = testing.run(3, train)
@@ -75,11 +79,15 @@ def test_a_torch_training_goes_back_to_a_commit(spare):
     def go_on():
         rank = testing.current_group().rank
         state = states[places[rank]] if has[rank] else make(7)
-        _, storage = _hold(state)
+        strategy, storage = _hold(state)
         storage.put_back(1, has, places)
         found = look(state)
+        # The first of two passes, which is lost, is forgotten.
+        assert state.optimizer.passes == 0
+        assert all(p.grad is None for p in state.model.parameters())
         # What is set has memory of its own: the commit stays as it was.
-        step(state, rank)
+        for _ in range(2):
+            step(state, strategy)
         storage.put_back(1, has if spare else [True, True], places)
         assert look(state)[:2] == found[:2]
         state.commit()

@@ -268,6 +268,23 @@ def test_an_exception_in_a_backward_pass_of_one_rank(
 
 
 @pytest.mark.usefixtures("several")
+def test_an_optimizer_outlives_a_strategy(new_strategy, torch, mt, size):
+    """As in an elastic training, where each loss makes another one."""
+    first, second = new_strategy(), new_strategy()
+    two = Training(torch, mt, first, True)
+    sgd = torch.optim.SGD(two.module.parameters(), lr=0.1)
+    two.optimizer = mt.DistributedOptimizer(sgd, overlap=True)
+    for strategy in (first, second):
+        with strategy.scope():
+            for number in range(3):
+                two.step(number)
+        first.close()
+    assert two.begun == [None, (2, 3), (2, 3)] * 2
+    mine = [p.detach().numpy().tobytes() for p in two.module.parameters()]
+    assert everywhere(mine) == [mine] * size
+
+
+@pytest.mark.usefixtures("several")
 def test_a_gradient_that_cannot_be_reduced(strategy, torch, mt, rank):
     module = torch.nn.Embedding(30, 8, sparse=True)
     mt.broadcast_parameters(module, strategy=strategy)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 
 import pytest
-from replicas import everywhere, raises_everywhere, split
+from replicas import assert_usable, everywhere, raises_everywhere, split
 
 import mpidist
 from mpidist import elastic, testing
@@ -246,6 +247,23 @@ def test_closures_and_results_without_a_wrapper(strategy, rank, size, torch, mt)
         sgd.step()
         assert sharded.step(closure).requires_grad
     assert_alike(torch, one, two)
+
+
+@on_ranks
+def test_a_closure_that_raises_on_one_rank(strategy, rank, size, torch, mt):
+    """The others may be in a call of the closure; all raise once."""
+    _, (model, sharded) = make_pair(torch, mt, "SGD", strategy, lr=0.1)
+
+    def closure(failing):
+        backward(torch, model)
+        if rank == failing:
+            raise ZeroDivisionError
+        mt.all_reduce_gradients(model, strategy=strategy)
+
+    for failing in (0, size - 1):
+        call = functools.partial(closure, failing)
+        raises_everywhere(ZeroDivisionError, lambda: sharded.step(call))  # noqa: B023
+    assert_usable(strategy)
 
 
 @on_ranks
