@@ -280,7 +280,7 @@ class TestLines:
 
 @pytest.mark.one_size
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.replicas(2, 3)
+@pytest.mark.replicas(2)
 def test_a_long_wait_has_a_line(new_strategy, listener, rank, size, monkeypatch):
     monkeypatch.setenv("MPIDIST_TRACE", "1")
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
