@@ -23,11 +23,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from mpidist._base.environment import debugging
 
 # The folder of the package: this file is in one of its rooms.
 PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
+# Their lines count as this package's where it has called them.
+_LIBRARIES: Final = (
+    "<frozen ",
+    os.path.join(os.path.dirname(os.__file__), ""),
+    os.path.join(os.path.dirname(np.__file__), ""),
+)
 _AT_ANY_LINE: Final = (KeyboardInterrupt, MemoryError, RecursionError)
 _TOLD: Final = "_known_to_all_ranks"
 _E = TypeVar("_E", bound=BaseException)
@@ -181,10 +189,10 @@ def as_told(error: _E) -> _E:
 def is_interruption(error: BaseException) -> bool:
     """Return whether an exception came to a line of this package from outside.
 
-    Any line may be the one: of a handler of a signal, which raises; of Ctrl-C; without
-    memory or frames. Exceptions of the functions that users pass are none, nor are
-    those that this package raises about its arguments. What is raised while such an
-    exception ends a block counts as it.
+    Or of a library that it has called. Any line may be the one: of a handler of a
+    signal, which raises; of Ctrl-C; without memory or frames. Exceptions of the
+    functions that users pass are none, nor are those that this package raises about its
+    arguments. What is raised while such an exception ends a block counts as it.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -198,7 +206,7 @@ def is_interruption(error: BaseException) -> bool:
 
 def _interrupts(error: BaseException) -> bool:
     trace, before = error.__traceback__, None
-    here = False  # whether the frame before is of this package
+    here = False  # whether the frame before is of this package, or of its library
     while trace is not None:
         frame = trace.tb_frame
         if here and before is not None:
@@ -206,9 +214,19 @@ def _interrupts(error: BaseException) -> bool:
             names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
             if any(frame.f_locals.get(name) is before for name in names):
                 return True
-        here = frame.f_code.co_filename.startswith(PACKAGE)
+        name = frame.f_code.co_filename
+        here = name.startswith(PACKAGE) or (here and is_of_library(name))
         before, trace = frame, trace.tb_next
     return here and isinstance(error, _AT_ANY_LINE)
+
+
+def is_of_library(name: str) -> bool:
+    """Return whether a file is one of Python's library or of NumPy."""
+    installed = f"-packages{os.sep}"  # in Python's library
+    return any(
+        name.startswith(folder) and installed not in name.removeprefix(folder)
+        for folder in _LIBRARIES
+    )
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:

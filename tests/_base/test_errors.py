@@ -1,6 +1,11 @@
 """Messages and tracebacks."""
 
+import contextlib
+import sys
+
+import numpy as np
 import pytest
+from replicas import SignalError
 
 import mpidist
 from mpidist._base import errors
@@ -33,3 +38,32 @@ def test_tracebacks_show_the_users_frames(monkeypatch):
     assert "_strategy/current.py" not in text()
     monkeypatch.setenv("MPIDIST_DEBUG", "1")
     assert "_strategy/current.py" in text()
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ([errors.__file__], True),
+        ([errors.__file__, contextlib.__file__], True),
+        ([errors.__file__, np.__file__, "<frozen importlib._bootstrap>"], True),
+        ([errors.__file__, "program.py"], False),
+        ([errors.__file__, contextlib.__file__, "program.py"], False),
+        ([errors.__file__, "program.py", contextlib.__file__], False),
+        ([errors.__file__, f"{sys.prefix}/lib/site-packages/other.py"], False),
+        ([contextlib.__file__], False),
+    ],
+)
+def test_lines_of_libraries_are_as_those_of_the_package_that_called_them(files, found):
+    """A signal came to a line of the last file; each has called the next one."""
+
+    def handler(number, frame):
+        raise SignalError
+
+    call, text = handler, "call(15, sys._getframe())"
+    for file in reversed(files):
+        names = {"call": call, "sys": sys}
+        exec(compile(f"def this(): {text}", file, "exec"), names)
+        call, text = names["this"], "call()"
+    with pytest.raises(SignalError) as raised:
+        call()
+    assert errors.is_interruption(raised.value) is found

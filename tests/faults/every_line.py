@@ -27,7 +27,7 @@ from replicas import ON_READ, SUM, SignalError, context, everywhere, make, outco
 
 import mpidist
 from mpidist._base import nest
-from mpidist._base.errors import PACKAGE
+from mpidist._base.errors import PACKAGE, is_of_library
 from mpidist._strategy.strategy import group_of
 from mpidist.elastic._state import storage_of_state
 
@@ -61,7 +61,7 @@ class Injection:
         sys.settrace(self._before)
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not _is_own(frame):
+        if not _is_inside(frame):
             return None
         if event == "line" and not self.place and _counts(frame):
             self.count += 1
@@ -78,10 +78,13 @@ def _counts(frame: FrameType) -> bool:
     What comes before a first ``try`` is the program's own: as between two calls.
     """
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return _is_own(frame.f_back) and line.strip() != "try:"
+    return _is_inside(frame.f_back) and line.strip() != "try:"
 
 
-def _is_own(frame: FrameType | None) -> bool:
+def _is_inside(frame: FrameType | None) -> bool:
+    """Return whether a frame is of mpidist, or of a library that it has called."""
+    while frame is not None and is_of_library(frame.f_code.co_filename):
+        frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
 
@@ -341,7 +344,7 @@ def inject(program: Program, rank: int, number: int, error: BaseException) -> Re
     ]
     if late:
         problem = f"told at the deadline: {late[0]}"
-    elif len(names) > 1:
+    elif len(names) > 1 or "CollectiveMismatchError" in names:
         problem = f"the next call: {[(row.name, row.message[:150]) for row in then]}"
     elif place and names == {"NoneType"}:
         problem = differences(program)
