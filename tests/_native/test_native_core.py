@@ -14,7 +14,11 @@ import pytest
 
 from mpidist._native import core
 
-pytestmark = pytest.mark.skipif(core is None, reason="the native core is not built")
+pytestmark = [
+    pytest.mark.skipif(core is None, reason="the native core is not built"),
+    # Of the thread of pytest-timeout, in the children of these tests.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
 
 AREA = 64 * 1024
 ARENA = 32 * 2**20
