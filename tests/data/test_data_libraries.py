@@ -181,6 +181,7 @@ def test_an_hdf5_like_file(strategy, rank, size):
     assert mine(strategy, strategy.experimental_distribute_dataset(dataset))
 
 
+@pytest.mark.guests
 def test_writing_into_a_cached_tensor_does_not_change_the_cache(torch):
     dataset = Dataset.range(2).map(lambda i: torch.ones(2)).cache()
     for _ in range(2):
