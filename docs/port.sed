@@ -98,8 +98,8 @@ s/\btf\.(math\.)?add_n\b/sum/g
 s/\btf\.(newaxis|pi)\b/np.\1/g
 s/\btf\.bool\b/bool/g
 s/\btf\.nn\.relu\(/np.maximum(0, /g
-s/\btf\.nn\.(sparse_)?softmax_cross_entropy_with_logits\(/(lambda labels, logits, name=None: mpidist.losses.\1categorical_crossentropy(labels, logits, from_logits=True))(/g
-s/\btf\.boolean_mask\(([^(),]+), *([^(),]+)\)/\1[\2]/g
+s/\btf\.nn\.(sparse_)?softmax_cross_entropy_with_logits\(/(lambda labels, logits, *, name=None: mpidist.losses.\1categorical_crossentropy(labels, logits, from_logits=True))(/g
+s/\btf\.boolean_mask\(/(lambda tensor, mask, *, name=None: np.asarray(tensor)[np.asarray(mask, bool)])(/g
 s/\btf\.clip_by_value\b/np.clip/g
 s/\btf\.concat\b/np.concatenate/g
 /\bnorm\(.*\bord *=/!s/\btf\.(linalg\.)?norm\b/np.linalg.norm/g
@@ -126,7 +126,7 @@ s/\btf\.summary\.experimental\.([gs]et_step)\b/mpidist.summary.\1/g
 s/\btf\.group\(/(lambda *calls: None)(/g
 s/\btf\.no_op\(\)/None/g
 s/\btf\.print\(/print(/g
-s/\b(tf\.io\.gfile|os\.path)\.exists\(os\.path\.join\(([^()]*), *["']checkpoint["']\)\)/(mpidist.latest_checkpoint(\2) is not None)/g
+s/\b(tf\.io\.gfile|os\.path)\.exists\(os\.path\.join\(([^()]*), *["']checkpoint["']\)\)/(mpidist.latest_checkpoint(os.path.join(\2)) is not None)/g
 s/\btf\.io\.gfile\.(exists|isdir)\(/os.path.\1(/g
 s/\btf\.io\.gfile\.(listdir|remove)\(/os.\1(/g
 s/\btf\.io\.gfile\.(mkdir|makedirs)\((.*)\)$/os.makedirs(\2, exist_ok=True)/

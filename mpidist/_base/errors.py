@@ -21,6 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -36,6 +37,7 @@ _LIBRARIES: Final = (
     os.path.join(os.path.dirname(os.__file__), ""),
     os.path.join(os.path.dirname(np.__file__), ""),
 )
+_WRITTEN: Final = ("mpidist.", "namedtuple_")
 _AT_ANY_LINE: Final = (KeyboardInterrupt, MemoryError, RecursionError)
 _TOLD: Final = "_known_to_all_ranks"
 _E = TypeVar("_E", bound=BaseException)
@@ -189,10 +191,11 @@ def as_told(error: _E) -> _E:
 def is_interruption(error: BaseException) -> bool:
     """Return whether an exception came to a line of this package from outside.
 
-    Or of a library that it has called. Any line may be the one: of a handler of a
-    signal, which raises; of Ctrl-C; without memory or frames. Exceptions of the
-    functions that users pass are none, nor are those that this package raises about its
-    arguments. What is raised while such an exception ends a block counts as it.
+    Or of NumPy or Python's library, which it has called. Any line may be the one: of a
+    handler of a signal, which raises; of Ctrl-C; without memory or frames. Exceptions
+    of the functions that users pass are none, unless these are a library's own, nor are
+    those that this package raises about its arguments. What is raised while such an
+    exception ends a block counts as it.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -215,13 +218,16 @@ def _interrupts(error: BaseException) -> bool:
             if any(frame.f_locals.get(name) is before for name in names):
                 return True
         name = frame.f_code.co_filename
-        here = name.startswith(PACKAGE) or (here and is_of_library(name))
+        here = name.startswith(PACKAGE) or (here and is_of_library(frame))
         before, trace = frame, trace.tb_next
     return here and isinstance(error, _AT_ANY_LINE)
 
 
-def is_of_library(name: str) -> bool:
-    """Return whether a file is one of Python's library or of NumPy."""
+def is_of_library(frame: FrameType) -> bool:
+    """Return whether a frame is of Python's library, also written by it, or NumPy's."""
+    name = frame.f_code.co_filename
+    if name == "<string>":  # of `dataclasses` and `NamedTuple`, for this package
+        return str(frame.f_globals.get("__name__")).startswith(_WRITTEN)
     installed = f"-packages{os.sep}"  # in Python's library
     return any(
         name.startswith(folder) and installed not in name.removeprefix(folder)

@@ -7,6 +7,7 @@ uncaught exception.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
 import numpy as np
@@ -34,11 +35,12 @@ _NO_PROCESS_GROUP: Final = (
 def add_hint(error: BaseException) -> None:
     """Add a note to an error of code that was written for TensorFlow or torch."""
     hint = ""
-    if isinstance(error, AttributeError) and isinstance(error.name, str):
-        hint = _hint(error.obj, error.name)
-    elif type(error) in (KeyError, RuntimeError, ValueError):
-        text = str(error)
-        hint = _NO_PROCESS_GROUP if any(part in text for part in _OF_TORCH) else ""
+    with contextlib.suppress(Exception):  # of the program's `__repr__`, `__getattr__`
+        if isinstance(error, AttributeError) and isinstance(error.name, str):
+            hint = _hint(error.obj, error.name)
+        elif type(error) in (KeyError, RuntimeError, ValueError):
+            text = str(error)
+            hint = _NO_PROCESS_GROUP if any(x in text for x in _OF_TORCH) else ""
     if hint and hint not in getattr(error, "__notes__", ()):
         error.add_note(hint)
 

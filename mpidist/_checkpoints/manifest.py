@@ -99,7 +99,7 @@ def write_manifest(path: str, manifest: Manifest) -> None:
         "rest": {key: getattr(manifest.rest, key) for key in ("start", "end", "crc32")},
     }
     text = json.dumps(entries, indent=1, allow_nan=False)
-    if len(text) > _LARGEST_MANIFEST:
+    if len(text) >= _LARGEST_MANIFEST:  # the file ends with another byte
         raise ValueError(
             f"Checkpoint.save: the states are {len(text):,} bytes of JSON, more than "
             f"the {_LARGEST_MANIFEST:,} that can be restored; keep long lists of "

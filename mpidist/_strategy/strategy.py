@@ -40,7 +40,6 @@ class _Required:
 
 
 _NO_AXIS: Final[Any] = _Required()
-_NOTHING: Final = contextlib.nullcontext()
 _RUN: Final = "call_for_each_replica"
 SupportsWrite: TypeAlias = Any
 """A file, or another object with ``write``."""
@@ -263,14 +262,16 @@ class Strategy:
             RuntimeError: in a replica function, or in another strategy's scope.
         """
         kwargs = {} if kwargs is None else kwargs
-        here: contextlib.AbstractContextManager[object] = _NOTHING
+        given = self._group, _RUN, fn, args, kwargs
         own = type(self).scope is not Strategy.scope  # may have creators of variables
-        if own and context.current().coordinator is None:
-            here = self.scope()
-        with here:
-            return dispatch.perform(
-                self._group, _RUN, fn, args, kwargs, call="Strategy.run"
-            )
+        if own and not (
+            context.is_in_replica(self._group) or context.current().coordinator
+        ):
+            with contextlib.ExitStack() as stack:
+                with dispatch.checking(self._group, "Strategy.run"):
+                    stack.enter_context(self.scope())
+                return dispatch.perform(*given, call="Strategy.run")
+        return dispatch.perform(*given, call="Strategy.run")
 
     experimental_run_v2 = run
 

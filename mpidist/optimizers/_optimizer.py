@@ -299,9 +299,9 @@ class Optimizer:
         Returns:
             A function that tells whether they are still kept.
         """
-        self._restored = kept = arrays, partial, path
+        self._restored = arrays, partial, path
         self._restore_iterations()
-        return lambda: self._restored is kept
+        return lambda: self._restored is not None  # without the arrays
 
     def _restore_iterations(self) -> None:
         count = self._iterations

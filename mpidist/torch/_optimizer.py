@@ -262,13 +262,15 @@ class DistributedOptimizer(_AnyOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of the optimizer; the next backward pass is the first of k.
+        """Set the state of the optimizer; after fewer than k passes forget these.
 
         Args:
             state_dict: from `state_dict`, of this class or of the optimizer's.
         """
         self._optimizer.load_state_dict(state_dict)
-        self._passes, self._synchronized = 0, False
+        if self._passes:  # their gradients are not those of this state
+            self._passes = 0
+            self.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the optimizer.

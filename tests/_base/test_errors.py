@@ -46,6 +46,7 @@ def test_tracebacks_show_the_users_frames(monkeypatch):
         ([errors.__file__], True),
         ([errors.__file__, contextlib.__file__], True),
         ([errors.__file__, np.__file__, "<frozen importlib._bootstrap>"], True),
+        ([errors.__file__, "<string>"], True),  # of a dataclass of this package
         ([errors.__file__, "program.py"], False),
         ([errors.__file__, contextlib.__file__, "program.py"], False),
         ([errors.__file__, "program.py", contextlib.__file__], False),
@@ -61,7 +62,7 @@ def test_lines_of_libraries_are_as_those_of_the_package_that_called_them(files, 
 
     call, text = handler, "call(15, sys._getframe())"
     for file in reversed(files):
-        names = {"call": call, "sys": sys}
+        names = {"call": call, "sys": sys, "__name__": "mpidist.module"}
         exec(compile(f"def this(): {text}", file, "exec"), names)
         call, text = names["this"], "call()"
     with pytest.raises(SignalError) as raised:

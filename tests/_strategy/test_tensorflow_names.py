@@ -236,13 +236,15 @@ def test_run_enters_the_scope_of_a_derived_class(rank, size):
     class Replicator(mpidist.MPIStrategy):
         @contextlib.contextmanager
         def scope(self):
+            if rank in failing:
+                raise OSError("not here")
             with super().scope(), mpidist.variable_creator_scope(on_read):
                 yield
 
     def on_read(next_creator, **kwargs):
         return next_creator(**kwargs | {"synchronization": "ON_READ"})
 
-    slots = []
+    slots, failing = [], []
 
     def step():
         if not slots:
@@ -260,6 +262,16 @@ def test_run_enters_the_scope_of_a_derived_class(rank, size):
     def merged():
         return context().merge_call(lambda strategy: strategy.run(lambda: 2.0))
 
+    assert local(replicator, merged) == 2.0
+
+    def nested():
+        replicator.run(lambda: 2.0)
+
+    with pytest.raises(RuntimeError, match=r"run: Method requires"):
+        replicator.run(nested)
+    failing.append(size - 1)
+    raises_everywhere(OSError, lambda: replicator.run(lambda: 2.0))
+    failing.clear()
     assert local(replicator, merged) == 2.0
     replicator.close()
 

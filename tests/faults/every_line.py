@@ -83,7 +83,7 @@ def _counts(frame: FrameType) -> bool:
 
 def _is_inside(frame: FrameType | None) -> bool:
     """Return whether a frame is of mpidist, or of a library that it has called."""
-    while frame is not None and is_of_library(frame.f_code.co_filename):
+    while frame is not None and is_of_library(frame):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 

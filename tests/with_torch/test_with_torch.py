@@ -382,6 +382,22 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
     assert "`strategy.gather(strategy.run(lambda: value), axis=0)` outside" in text
 
 
+def test_a_state_that_is_loaded_between_two_passes(strategy, torch, mt):
+    weight = torch.nn.Parameter(torch.ones(1))
+    sgd = torch.optim.SGD([weight], lr=0.0)
+    wrapped = mt.DistributedOptimizer(
+        sgd, strategy=strategy, backward_passes_per_step=2
+    )
+    for loads in (True, False, False):
+        weight.sum().backward()
+        wrapped.step()
+        if loads:
+            wrapped.load_state_dict(wrapped.state_dict())
+            assert weight.grad is None
+            assert wrapped.passes == 0
+    assert weight.grad.tolist() == [1.0]  # the mean of the two passes after it
+
+
 def test_notes_on_errors_of_programs_for_process_groups(torch):
     distributed, data = torch.distributed, torch.utils.data.distributed
     for call, text in (
