@@ -21,7 +21,6 @@ import dataclasses
 import logging
 import operator
 import weakref
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -337,22 +336,21 @@ class Overlap:
             )
 
 
-def set_hooks(
-    hooks: dict[int, Any], named: Named, note: Callable[[torch.Tensor], None]
-) -> None:
+def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:
     """Have torch call a method when a gradient is ready, as long as its object lives.
 
     Args:
         hooks: those that were set before.
         named: the parameters.
-        note: the method.
+        note: the method, bound to the object.
     """
-    method = weakref.WeakMethod(note)
+    # Not a WeakMethod, whose lines would come before the first try of ``note``.
+    owner, function = weakref.ref(note.__self__), note.__func__
 
     def ready(parameter: torch.Tensor) -> None:
-        this = method()
+        this = owner()
         if this is not None:
-            this(parameter)
+            function(this, parameter)
 
     known = {id(p) for _, p in named}
     for key in [key for key in hooks if key not in known]:
