@@ -284,12 +284,8 @@ def shared_files() -> set[str]:
 
 
 def left_over(before: set[str]) -> set[str]:
-    """Return the files that stay.
-
-    Other jobs have theirs for a moment; one whose first rank is killed in that moment
-    leaves it, and the next strategy of any job unlinks it after a minute.
-    """
-    end = time.monotonic() + 100
+    """Return the files that stay: other jobs have theirs for a moment only."""
+    end = time.monotonic() + 20
     while (files := shared_files() - before) and time.monotonic() < end:
         time.sleep(0.1)
     return files

@@ -97,7 +97,7 @@ ranks() {
   rm -rf -- "$memory"
 }
 
-# lane NAME COMMAND...: run steps in the background, beside others. `join` shows its output and takes its rows.
+# lane NAME COMMAND...: run steps in the background, beside others. Its output and its rows are shown by `join`.
 lane() {
   mkdir -- "$logs/$1"
   in_lane "$@" >"$logs/$1.output" 2>&1 &
@@ -113,13 +113,12 @@ in_lane() {
   declare -p rows total_passed total_failed total_skipped >"$logs/rows"
 }
 
-# join NAME: show the output of a lane until it ends, and take over its rows. One that ended early has failed.
+# join NAME: wait for a lane, show its output, and take over its rows. One that ended early has failed.
 join() {
   local ended=0 before=("${rows[@]}") passed=$total_passed failed=$total_failed skipped=$total_skipped
-  tail -n +1 -f -s 0.2 --pid="${lanes[$1]}" "$logs/$1.output" &
   wait "${lanes[$1]}" || ended=$?
   unset "lanes[$1]"
-  wait $! || true
+  cat -- "$logs/$1.output"
   status=$ended seconds=0
   if ((ended)) || [[ ! -e $logs/$1/rows ]]; then
     record "$1" 0 1 0

@@ -60,9 +60,7 @@ def test_users_programs_type_check(tmp_path):
     pytest.importorskip("mypy")
     path = tmp_path / "program.py"
     path.write_text(PROGRAM, encoding="utf-8")
-    # With the options of setup.cfg, which are strict: what launch/test has found of
-    # the package is used again.
-    command = [sys.executable, "-m", "mypy", "--no-pretty"]
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-pretty"]
     result = run(*command, path, TYPED)
     wrong = len(PROGRAM.splitlines())
     errors = [line for line in result.stdout.splitlines() if ": error: " in line]
