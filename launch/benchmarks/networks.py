@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from mpidist import ReplicaContext
 from mpidist._cli.bench_cases import in_replicas, packed
 from mpidist._cli.bench_timing import Bench, Row
 
@@ -76,8 +77,10 @@ def networks(bench: Bench) -> None:
 
 
 @in_replicas
-def network(bench: Bench, name: str, gradients: Any, buffers: Any) -> None:
-    context, by_hand = bench.context(), packed(bench, gradients)
+def network(
+    bench: Bench, context: ReplicaContext, name: str, gradients: Any, buffers: Any
+) -> None:
+    by_hand = packed(bench, gradients)
 
     def ours() -> Any:
         return context.all_reduce("SUM", gradients)

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 import mpidist
+from mpidist import ReplicaContext
 from mpidist._base.types import HostArray
 from mpidist._cli.bench_timing import Bench, Row, show_size
 
@@ -25,19 +26,21 @@ Case = Callable[[Bench], None]
 
 
 def in_replicas(case: Callable[..., None]) -> Callable[..., None]:
-    """Return a case that runs as a replica function of the strategy."""
+    """Return a case that runs as a replica function; it also gets its context."""
 
     @functools.wraps(case)
     def run(bench: Bench, *arguments: Any) -> None:
-        bench.strategy.run(case, (bench, *arguments))
+        bench.strategy.run(
+            lambda: case(bench, mpidist.get_replica_context(), *arguments)
+        )
 
     return run
 
 
 @in_replicas
-def all_reduce(bench: Bench) -> None:
+def all_reduce(bench: Bench, context: ReplicaContext) -> None:
     """Sum one contiguous float32 array of each size over the ranks. Collective."""
-    comm, mpi, context = bench.job.comm, bench.job.mpi, bench.context()
+    comm, mpi = bench.job.comm, bench.job.mpi
     for nbytes in bench.all_reduce_sizes:
         if not bench.has_room(f"all_reduce of {show_size(nbytes)}", nbytes, copies=6):
             continue
@@ -54,9 +57,9 @@ def all_reduce(bench: Bench) -> None:
 
 
 @in_replicas
-def all_gather(bench: Bench) -> None:
+def all_gather(bench: Bench, context: ReplicaContext) -> None:
     """Concatenate a float32 array of each rank, on all ranks. Collective."""
-    comm, size, context = bench.job.comm, bench.job.size, bench.context()
+    comm, size = bench.job.comm, bench.job.size
     for nbytes in bench.all_gather_sizes:
         work = f"all_gather of {show_size(nbytes)} of each rank"
         if not bench.has_room(work, nbytes, copies=5 * size):
@@ -98,13 +101,13 @@ def packed(bench: Bench, arrays: Sequence[HostArray]) -> Callable[[], list[HostA
 
 
 @in_replicas
-def nest(bench: Bench) -> None:
+def nest(bench: Bench, context: ReplicaContext) -> None:
     """Sum many arrays in one call, as the gradients of a network. Collective."""
     for count, nbytes in _NESTS:
         work = f"{count} arrays of {show_size(nbytes)}"
         if bench.has_room(work, count * nbytes, copies=8):
             arrays = [bench.numbers(nbytes // 4) for _ in range(count)]
-            ours = functools.partial(bench.context().all_reduce, "SUM", arrays)
+            ours = functools.partial(context.all_reduce, "SUM", arrays)
             expected = [bench.total(nbytes // 4)] * count
             by_hand, total = packed(bench, arrays), count * nbytes
             bench.compare("nest", by_hand, ours, expected, work=work, nbytes=total)
@@ -121,7 +124,7 @@ def run(bench: Bench) -> None:
 
 
 @in_replicas
-def merge_call(bench: Bench) -> None:
+def merge_call(bench: Bench, context: ReplicaContext) -> None:
     """Have rank 0 compute a number, against `Barrier` and `Bcast`. Collective."""
     comm, rank = bench.job.comm, bench.job.rank
     message = np.zeros(1, np.int64)
@@ -135,7 +138,7 @@ def merge_call(bench: Bench) -> None:
     def answer(strategy: mpidist.Strategy) -> int:
         return _ANSWER
 
-    ours = functools.partial(bench.context().merge_call, answer)
+    ours = functools.partial(context.merge_call, answer)
     bench.compare("merge_call", by_hand, ours, _ANSWER, work="empty merge_call")
 
 
@@ -166,8 +169,10 @@ def update(bench: Bench) -> None:
 
 
 @in_replicas
-def _update(bench: Bench, variables: list[mpidist.Variable]) -> None:
-    comm, mpi, context = bench.job.comm, bench.job.mpi, bench.context()
+def _update(
+    bench: Bench, context: ReplicaContext, variables: list[mpidist.Variable]
+) -> None:
+    comm, mpi = bench.job.comm, bench.job.mpi
     gradients = [bench.numbers(_COUNT) for _ in variables]
     arrays = [np.zeros(_COUNT, np.float32) for _ in variables]
     total = np.empty(_COUNT, np.float32)

@@ -17,7 +17,7 @@ from mpidist._cli.bench_cases import CASES, Case
 from mpidist._cli.bench_timing import Bench, Row, parse_size, show_seconds, show_size
 from mpidist._cli.facts import machine_facts, software_facts, transport_facts
 from mpidist._cli.job import Job
-from mpidist._cli.speaking import Parser, for_argparse, positive_seconds, say
+from mpidist._cli.speaking import Parser, positive_seconds, say
 
 ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
 FORMAT: Final = "mpidist-bench"
@@ -45,7 +45,6 @@ NAME (default: all):
 """
 
 
-@for_argparse
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_size(part) for part in text.split(",")))
 

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -132,12 +133,6 @@ class Bench:
             self.all_gather_sizes = (4, 64 * _KIB)
         self.rows: list[Row] = []
         self.notes: list[str] = []
-
-    def context(self) -> mpidist.ReplicaContext:
-        """Return the context of the running replica function."""
-        context: mpidist.ReplicaContext | None = mpidist.get_replica_context()
-        assert context is not None
-        return context
 
     def numbers(self, count: int, rank: int | None = None) -> HostArray:
         """Return float32 numbers of a rank (default: this one); sums are exact."""
@@ -289,30 +284,25 @@ def _free_memory() -> float:
 
 # --- sizes and times ------------------------------------------------------------------
 
-_UNITS: Final = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
-_NUMBER: Final = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)"
+_SIZE: Final = re.compile(r"(\d*\.?\d+(?:E\d+)?)\s*(?:(?:([KMG])(I?))?B)?")
 
 
 def parse_size(text: str) -> int:
     """Return the bytes that a text such as ``64KiB``, ``1MB`` or ``4`` means.
 
     Raises:
-        ValueError: if the text has another form, or the size is below one byte.
+        ArgumentTypeError: if it has another form, or the size is below one byte.
     """
-    match = re.fullmatch(rf"{_NUMBER}\s*([A-Za-z]*)", text.strip())
-    scale = _UNITS.get(match[2].upper()) if match else None
-    if match is None or scale is None or float(match[1]) * scale < 1:
-        raise ValueError(f"expected a size such as 4B, 64KiB or 1MB, got {text!r}")
-    return int(float(match[1]) * scale)
+    nbytes = 0
+    if match := _SIZE.fullmatch(text.strip().upper()):
+        number, letter, binary = match.groups()
+        base = 1024 if binary else 1000
+        nbytes = int(float(number) * base ** " KMG".index(letter or " "))
+    if nbytes < 1:
+        raise ArgumentTypeError(
+            f"expected a size such as 4B, 64KiB or 1MB, got {text!r}"
+        )
+    return nbytes
 
 
 def show_size(nbytes: int) -> str:

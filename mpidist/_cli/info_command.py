@@ -12,17 +12,8 @@ import mpidist
 from mpidist import _native
 from mpidist._base.environment import read_environment
 from mpidist._base.errors import format_ranks
-from mpidist._cli import placement
-from mpidist._cli.facts import (
-    Facts,
-    core_facts,
-    describe_stranger,
-    gpu_facts,
-    is_crowded,
-    machine_facts,
-    software_facts,
-    transport_facts,
-)
+from mpidist._cli import facts
+from mpidist._cli.facts import Facts
 from mpidist._cli.job import Job
 from mpidist._cli.speaking import Parser, let_the_first_speak, say
 from mpidist._mpi import library, versions
@@ -65,14 +56,11 @@ def info(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
-    facts = facts_of_job(given.device)
-    if given.json:
-        say(json.dumps(facts, indent=1))
-    else:
-        say(text_of_facts(facts))
-    if describe_stranger(facts["ranks"]):
+    found = facts_of_job(given.device)
+    say(json.dumps(found, indent=1) if given.json else text_of_facts(found))
+    if facts.describe_stranger(found["ranks"]):
         let_the_first_speak()
-    return 1 if facts["problems"] else 0
+    return 1 if found["problems"] else 0
 
 
 def facts_of_job(device: str) -> Facts:
@@ -80,9 +68,9 @@ def facts_of_job(device: str) -> Facts:
     job = Job()
     mine: Facts = {
         "rank": job.rank,
-        "machine": machine_facts(),
+        "machine": facts.machine_facts(),
         "software": {
-            **software_facts(job.mpi),
+            **facts.software_facts(job.mpi),
             "native_core": "present" if versions.has_core() else "absent",
             "executable": sys.executable,
         },
@@ -91,33 +79,49 @@ def facts_of_job(device: str) -> Facts:
             for name in sorted(os.environ)
             if name.startswith("MPIDIST_") or name in _OTHERS
         },
-        "gpu": gpu_facts(),
+        "gpu": facts.gpu_facts(),
         "core": _native.missing,
-        "cores": placement.core_use(),
+        "cores": facts.core_use(),
     }
     ranks: list[Facts] = job.comm.allgather(mine)
     nodes = _nodes(job, ranks)
-    strategy, problem = _strategy_facts(device, nodes, ranks)
-    facts: Facts = {
+    found: Facts = {
         "software": ranks[0]["software"],
-        "launcher": job.from_root(placement.launcher_facts(os.environ)),
+        "launcher": job.from_root(facts.launcher_facts(os.environ)),
         "ranks": job.size,
-        "network": placement.measure_network(job),
+        "network": facts.measure_network(job),
         "nodes": nodes,
-        "open_files": placement.open_file_use(job),
+        "open_files": facts.open_file_use(job),
         "mpi_nodes": len(job.near_sizes),
-        "crowded": is_crowded(job),
-        "native_core": core_facts([one["core"] for one in ranks]),
+        "crowded": facts.is_crowded(job),
+        "native_core": facts.core_facts([one["core"] for one in ranks]),
         "gpu": ranks[0]["gpu"],
         "cuda_aware": library.query_cuda_support(),
         "environment": ranks[0]["environment"],
         "problems": _problems(ranks),
-        "strategy": strategy,
+        "strategy": None,
     }
-    if problem is not None and not describe_stranger(job.size):  # which says it all
-        facts["problems"].append(problem)
+    try:
+        strategy = mpidist.MPIStrategy(device=device)
+    except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
+        if not facts.describe_stranger(job.size):  # which says it all
+            found["problems"].append(f"MPIStrategy cannot be made: {error}")
+    else:
+        devices = strategy.extended.worker_devices
+        environment = read_environment()
+        found["strategy"] = {
+            "devices": devices,
+            "why_devices": facts.describe_devices(devices, nodes, ranks, device),
+            "transports": facts.transport_facts(strategy),
+            "guard": group_of(strategy).guard.enabled,
+            "stall_seconds": environment.stall_seconds,
+            "timeout_seconds": environment.timeout_seconds,
+            "bytes_per_pack": environment.bytes_per_pack,
+            "abort": environment.abort,
+        }
+        strategy.close()
     job.free()
-    return facts
+    return found
 
 
 def _nodes(job: Job, ranks: Sequence[Facts]) -> list[Facts]:
@@ -130,7 +134,7 @@ def _nodes(job: Job, ranks: Sequence[Facts]) -> list[Facts]:
                 "processor": ranks[first]["machine"]["processor"],
                 "gpus": ranks[first]["gpu"]["gpus"],
                 "ranks": [one["rank"] for one in here],
-                "cores": placement.cores_text([one["cores"] for one in here]),
+                "cores": facts.cores_text([one["cores"] for one in here]),
             }
         )
     return nodes
@@ -138,7 +142,7 @@ def _nodes(job: Job, ranks: Sequence[Facts]) -> list[Facts]:
 
 def _problems(ranks: Sequence[Facts]) -> list[str]:
     """Return what is wrong, and what differs between ranks, in sentences."""
-    problems = list(filter(None, [describe_stranger(len(ranks))]))
+    problems = list(filter(None, [facts.describe_stranger(len(ranks))]))
     for kind in ("software", "environment"):
         first = ranks[0][kind]
         for one in ranks[1:]:
@@ -151,30 +155,6 @@ def _problems(ranks: Sequence[Facts]) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def _strategy_facts(
-    device: str, nodes: Sequence[Facts], ranks: Sequence[Facts]
-) -> tuple[Facts | None, str | None]:
-    """Create a strategy; return its choices, or why there is none. Collective."""
-    try:
-        strategy = mpidist.MPIStrategy(device=device)
-    except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
-        return None, f"MPIStrategy cannot be made: {error}"
-    environment = read_environment()
-    devices = strategy.extended.worker_devices
-    facts: Facts = {
-        "devices": devices,
-        "why_devices": placement.describe_devices(devices, nodes, ranks, device),
-        "transports": transport_facts(strategy),
-        "guard": group_of(strategy).guard.enabled,
-        "stall_seconds": environment.stall_seconds,
-        "timeout_seconds": environment.timeout_seconds,
-        "bytes_per_pack": environment.bytes_per_pack,
-        "abort": environment.abort,
-    }
-    strategy.close()
-    return facts, None
-
-
 def _mpi_text(software: dict[str, str]) -> str:
     threads = software["mpi_threads"]
     text = f"{software['mpi']} (MPI {software['mpi_standard']}), THREAD_{threads}"
@@ -183,75 +163,73 @@ def _mpi_text(software: dict[str, str]) -> str:
     return text
 
 
-def text_of_facts(facts: Facts) -> str:
+def text_of_facts(found: Facts) -> str:
     """Return the facts as text."""
-    software, strategy = facts["software"], facts["strategy"]
-    core = facts["native_core"]
-    lines: list[tuple[str, str]] = [
-        ("mpidist", f"{software['mpidist']}, Python {software['python']}"),
-        ("MPI", _mpi_text(software)),
-        ("mpi4py", software["mpi4py"]),
-        ("NumPy", software["numpy"]),
-        *_under("native core", list(filter(None, (core["text"], core["advice"])))),
-        ("launcher", placement.launcher_text(facts["launcher"])),
-        ("ranks", _ranks_text(facts)),
-        *_node_lines(facts["nodes"]),
-        *_under("network", facts["network"]),
-        ("open files", placement.open_files_text(facts["open_files"])),
-        ("GPU", _gpu_text(facts)),
-    ]
+    software, strategy = found["software"], found["strategy"]
+    core = found["native_core"]
+    texts: dict[str, list[str]] = {
+        "mpidist": [f"{software['mpidist']}, Python {software['python']}"],
+        "MPI": [_mpi_text(software)],
+        "mpi4py": [software["mpi4py"]],
+        "NumPy": [software["numpy"]],
+        "native core": list(filter(None, (core["text"], core["advice"]))),
+        "launcher": [facts.launcher_text(found["launcher"])],
+        "ranks": [_ranks_text(found)],
+        "nodes": _node_texts(found["nodes"]),
+        "network": found["network"],
+        "open files": [facts.open_files_text(found["open_files"])],
+        "GPU": [_gpu_text(found)],
+    }
     if strategy is not None:
-        transports, devices = strategy["transports"], strategy["devices"]
-        on_host = all("device:CPU" in device for device in devices)
-        lines += [
-            *_under("devices", [] if on_host else strategy["why_devices"]),
-            ("host arrays", transports["host"]["text"]),
-            ("GPU arrays", transports["gpu"]["text"]),
-            ("packs", f"{strategy['bytes_per_pack'] / 2**20:g} MiB of small arrays"),
-            ("guard", _guard_text(strategy)),
-            (
-                "abort",
-                "an uncaught exception ends the job" if strategy["abort"] else "off",
-            ),
-        ]
-    variables = [f"{k}={v}" for k, v in facts["environment"].items()]
-    lines += _under("environment", variables or ["no variable that mpidist reads"])
-    lines += _under("problems", facts["problems"])
-    return "\n".join(f"{name:<{_WIDTH}} {text}" for name, text in lines)
+        transports, pack = strategy["transports"], strategy["bytes_per_pack"]
+        if not all("device:CPU" in device for device in strategy["devices"]):
+            texts["devices"] = strategy["why_devices"]
+        ends = "an uncaught exception ends the job" if strategy["abort"] else "off"
+        texts |= {
+            "host arrays": [transports["host"]["text"]],
+            "GPU arrays": [transports["gpu"]["text"]],
+            "packs": [f"{pack / 2**20:g} MiB of small arrays"],
+            "guard": [_guard_text(strategy)],
+            "abort": [ends],
+        }
+    variables = [f"{k}={v}" for k, v in found["environment"].items()]
+    texts["environment"] = variables or ["no variable that mpidist reads"]
+    texts["problems"] = found["problems"]
+    lines = []
+    for name, several in texts.items():
+        for i, text in enumerate(several):
+            lines.append(f"{'' if i else name:<{_WIDTH}} {text}")
+    return "\n".join(lines)
 
 
-def _under(name: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    return [(name if i == 0 else "", text) for i, text in enumerate(texts)]
-
-
-def _gpu_text(facts: Facts) -> str:
-    gpu = facts["gpu"]
+def _gpu_text(found: Facts) -> str:
+    gpu = found["gpu"]
     if not gpu["gpus"]:
         return f"none: {gpu['reason']}; arrays are on the host"
-    aware = "reports" if facts["cuda_aware"] else "does not report"
+    aware = "reports" if found["cuda_aware"] else "does not report"
     return f"{gpu['gpus']}, CuPy {gpu['cupy']}; MPI {aware} that it is CUDA-aware"
 
 
-def _ranks_text(facts: Facts) -> str:
-    sizes = [len(node["ranks"]) for node in facts["nodes"]]
-    text = f"{facts['ranks']} on {placement.sizes_text(sizes)}"
-    if facts["ranks"] == 1:
-        started = facts["launcher"]["size"] or 1
+def _ranks_text(found: Facts) -> str:
+    sizes = [len(node["ranks"]) for node in found["nodes"]]
+    text = f"{found['ranks']} on {facts.sizes_text(sizes)}"
+    if found["ranks"] == 1:
+        started = found["launcher"]["size"] or 1
         hint = f"each of the {started} processes is alone: see problems"
         if started == 1:
             hint = "start more with mpirun -n N mpidist info"
         text += f" ({hint})"
-    hosts = [node["host"] for node in facts["nodes"]]
+    hosts = [node["host"] for node in found["nodes"]]
     if len(set(hosts)) < len(hosts):
         text += ", of which some have one name; ranks of a node share memory"
-    if facts["mpi_nodes"] > len(hosts):
-        text += f"; MPI takes them for {facts['mpi_nodes']}, see mpidist check"
-    if facts["crowded"]:
+    if found["mpi_nodes"] > len(hosts):
+        text += f"; MPI takes them for {found['mpi_nodes']}, see mpidist check"
+    if found["crowded"]:
         text += ": more ranks than cores, so ranks wait for a core"
     return text
 
 
-def _node_lines(nodes: Sequence[Facts]) -> list[tuple[str, str]]:
+def _node_texts(nodes: Sequence[Facts]) -> list[str]:
     lines = []
     for number, node in enumerate(nodes[:_SHOWN_NODES]):
         gpus = f", {node['gpus']} GPUs" if node["gpus"] else ""
@@ -262,7 +240,7 @@ def _node_lines(nodes: Sequence[Facts]) -> list[tuple[str, str]]:
         )
     if len(nodes) > _SHOWN_NODES:
         lines.append(f"... and {len(nodes) - _SHOWN_NODES} more (--json has all)")
-    return _under("nodes", lines)
+    return lines
 
 
 def _guard_text(strategy: Facts) -> str:

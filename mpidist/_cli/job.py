@@ -106,7 +106,7 @@ class Job:
 OK: Final = "ok"
 NOTE: Final = "note"
 FAILED: Final = "FAILED"
-_ORDER: Final = (FAILED, NOTE)
+_STATES: Final = (OK, NOTE, FAILED)
 BUG: Final = (
     "this should not happen: please report it, with the output of `mpidist info`. "
     "MPIDIST_IMPLEMENTATION=direct uses only MPI"
@@ -152,12 +152,8 @@ def attempt(job: Job, name: str, check: Callable[[], str | Note]) -> Outcome:
         first_line = str(error).partition("\n")[0]
         mine = Outcome(name, FAILED, f"{type(error).__name__}: {first_line}", BUG)
     findings: list[Outcome] = job.comm.allgather(mine)
-    for state in _ORDER:
-        ranks = [rank for rank, one in enumerate(findings) if one.state == state]
-        if ranks:
-            first = findings[ranks[0]]
-            where = f"{format_ranks(ranks)}: " if job.size > 1 else ""
-            if len(ranks) == job.size and state == NOTE:
-                where = ""
-            return dataclasses.replace(first, text=where + first.text)
-    return findings[0]
+    worst = max(findings, key=lambda one: _STATES.index(one.state))  # the first of them
+    ranks = [rank for rank, one in enumerate(findings) if one.state == worst.state]
+    if job.size == 1 or (len(ranks) == job.size and worst.state != FAILED):
+        return worst
+    return dataclasses.replace(worst, text=f"{format_ranks(ranks)}: {worst.text}")

@@ -12,8 +12,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn
 
 from mpidist._cli.job import UsageError
 from mpidist._mpi import launcher, library
@@ -22,7 +21,6 @@ EXIT_USAGE: Final = 2
 _PATIENCE_SECONDS: Final = 10.0
 _FORWARD_SECONDS: Final = 0.3  # in which the launcher forwards the output
 _ALONE_SECONDS: Final = 2.0  # a launcher may end all processes when the first one fails
-_T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,25 +52,13 @@ class Parser(argparse.ArgumentParser):
         say(self.format_help().rstrip())
 
 
-def for_argparse(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return ``parse`` with its ValueError as an error whose message argparse shows."""
-
-    def read(text: str) -> _T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-@for_argparse
 def positive_seconds(text: str) -> float:
     """Return the seconds that an argument means."""
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) < math.inf:
             return seconds
-    raise ValueError(f"expected seconds above 0, such as 1.5, got {text!r}")
+    message = f"expected seconds above 0, such as 1.5, got {text!r}"
+    raise argparse.ArgumentTypeError(message)
 
 
 def launched_rank() -> int | None:

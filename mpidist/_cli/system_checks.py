@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from mpidist._base.gpus import count_gpus
-from mpidist._cli.job import CheckFailedError, Job, Note, UsageError
-from mpidist._cli.placement import (
+from mpidist._cli.facts import (
     launcher_facts,
     open_file_use,
     open_files_text,
     sizes_text,
 )
+from mpidist._cli.job import CheckFailedError, Job, Note, UsageError
 from mpidist._cli.run_command import version_of
 from mpidist._mpi import launcher
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from argparse import ArgumentTypeError
 
 import numpy as np
 import pytest
@@ -228,7 +229,7 @@ def test_sizes(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "4X", "KiB", "0.1B", "1e"])
 def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="expected a size such as"):
+    with pytest.raises(ArgumentTypeError, match="expected a size such as"):
         parse_size(text)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist._cli import placement
+from mpidist._cli import facts
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -34,11 +34,11 @@ STEP = {
     ],
 )
 def test_launchers(variables, text):
-    facts = placement.launcher_facts(variables)
-    assert placement.launcher_text(facts) == text
-    by_srun = facts["name"].startswith("srun")
-    assert facts["tasks_per_node"] == ([2, 2, 1] if by_srun else None)
-    assert facts["slurm_mpi_type"] == (
+    found = facts.launcher_facts(variables)
+    assert facts.launcher_text(found) == text
+    by_srun = found["name"].startswith("srun")
+    assert found["tasks_per_node"] == ([2, 2, 1] if by_srun else None)
+    assert found["slurm_mpi_type"] == (
         variables.get("SLURM_MPI_TYPE", "none") if by_srun else None
     )
 
@@ -62,11 +62,11 @@ def use(allowed, machine=64, quota=None, slurm=None):
     ],
 )
 def test_cores_that_the_job_has(ranks, text):
-    assert placement.cores_text(ranks) == text
+    assert facts.cores_text(ranks) == text
 
 
 def test_the_cores_of_this_process():
-    found = placement.core_use()
+    found = facts.core_use()
     assert 1 <= len(found["allowed"]) <= found["machine"]
     assert found["quota"] is None or found["quota"] > 0
 
@@ -81,7 +81,7 @@ def test_the_cores_of_this_process():
     ],
 )
 def test_sizes_of_nodes(sizes, text):
-    assert placement.sizes_text(sizes) == text
+    assert facts.sizes_text(sizes) == text
 
 
 def describe(names, gpus, visible, request="auto"):
@@ -94,7 +94,7 @@ def describe(names, gpus, visible, request="auto"):
     nodes = (
         [{"ranks": [0, 1]}, {"ranks": [2, 3]}] if len(names) == 4 else [{"ranks": [0]}]
     )
-    return placement.describe_devices(devices, nodes, ranks, request)
+    return facts.describe_devices(devices, nodes, ranks, request)
 
 
 def test_devices_and_why():
