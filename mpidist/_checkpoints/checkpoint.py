@@ -170,7 +170,7 @@ class Checkpoint:
             OSError: if rank 0 could not write it. The previous checkpoint is complete.
             RuntimeError: in a replica function or in ``merge_fn``.
         """
-        self._objects.finish("Checkpoint.wait")
+        self._objects.call("Checkpoint.wait").wait_for_save()
 
     @tells("Checkpoint.restore", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.restore")

@@ -131,10 +131,6 @@ class CollectiveCall:
             if found is not None:
                 found.timeout_seconds = 0.0
 
-        def result() -> int | None:
-            assert write is not None
-            return write.finish()
-
         def finish(name: str) -> None:
             call = CollectiveCall(group, name)
             call.agree(", waiting for the save before it")
@@ -142,7 +138,9 @@ class CollectiveCall:
             process_exit.not_before_end(wait_for_rank_0)
             saved: int | None = None
             try:
-                saved = call.on_rank_0(result)
+                saved = call.on_rank_0(
+                    lambda: None if write is None else write.finish()
+                )
             finally:
                 ended(saved)
 

@@ -100,10 +100,12 @@ def _gather(
             mine = column[call.rank]
             if mine is not None and (call.rank == 0 or mine != column[0]):
                 sent.append(array)
-        values[item.name] = [
-            _value_of(row[i][0], row[i][1], all_sums[0], rank)
-            for rank, row in enumerate(rows)
-        ]
+        values[item.name] = []
+        for rank, row in enumerate(rows):  # with the names of arrays unlike rank 0's
+            value, sums, _ = row[i]
+            differing = [x for x in sums if sums[x] != all_sums[0].get(x)]
+            names = {name: _on_rank(name, rank) for name in differing}
+            values[item.name].append(state_json.renamed(value, names))
 
     def dump() -> bytes:
         return pickle.dumps({array: host_copy(arrays[array]) for array in sent})
@@ -113,14 +115,6 @@ def _gather(
     for rank, part in enumerate(call.comm.all_gather_objects(data)):
         others: dict[str, HostArray] = pickle.loads(part)
         arrays |= {_on_rank(array, rank): x for array, x in others.items()}
-
-
-def _value_of(
-    value: Json, own: dict[str, int], first: dict[str, int], rank: int
-) -> Json:
-    """Return a rank's state, with the names of arrays that are not those of rank 0."""
-    differing = [name for name, number in own.items() if number != first.get(name)]
-    return state_json.renamed(value, {name: _on_rank(name, rank) for name in differing})
 
 
 def _on_rank(array: str, rank: int) -> str:

@@ -50,41 +50,29 @@ def item_of(name: str, value: Any) -> StateItem | None:
     if isinstance(value, torch.nn.Module):
         return _ModuleItem(name, value)
     if isinstance(value, torch.optim.Optimizer):
-        return _OptimizerItem(name, value)
+        return _SharedItem(
+            name,
+            value.state_dict,
+            value.load_state_dict,
+            readable=not getattr(value, "state_is_collective", False),
+            forget=value.zero_grad,
+        )
     if isinstance(value, torch.Generator):
         return _TorchGeneratorItem(name, value)
     if guests.kind_of(value) == "torch":
-        return _TensorsItem(name, lambda: value, lambda state: _copy(value, state))
+        return _TensorsItem(name, lambda: value, torch.no_grad()(value.copy_))
     return None
 
 
-def _copy(tensor: Any, state: State) -> None:
-    torch: Any = guests.library("torch")
-    with torch.no_grad():
-        tensor.copy_(state)
-
-
-class _OptimizerItem(StateItem):
-    """An optimizer; its tensors are the same on all replicas."""
-
-    def __init__(self, name: str, optimizer: Any) -> None:
-        super().__init__(
-            name,
-            optimizer.state_dict,
-            optimizer.load_state_dict,
-            readable=not getattr(optimizer, "state_is_collective", False),
-        )
-        self.forget = optimizer.zero_grad
+class _SharedItem(StateItem):
+    """An object whose tensors are the same on all replicas, such as an optimizer."""
 
     def shared(self, array: str) -> bool:
         return True
 
 
-class _TensorsItem(StateItem):
+class _TensorsItem(_SharedItem):
     """A tensor, or several, of given names, dtypes and shapes."""
-
-    def shared(self, array: str) -> bool:
-        return True
 
     def misfit(self, state: State) -> str:
         return _differences(self.name, self.get(), state)
@@ -99,9 +87,9 @@ class _ModuleItem(_TensorsItem):
             lambda: dict(module.state_dict()),
             module.load_state_dict,
             merge=lambda states: states[0],
+            forget=module.zero_grad,
         )
         self._module = module
-        self.forget = module.zero_grad
 
     def shared(self, array: str) -> bool:
         named = self._module.named_parameters(remove_duplicate=False)
@@ -110,18 +98,16 @@ class _ModuleItem(_TensorsItem):
 
 class _TorchGeneratorItem(GeneratorItem):
     def __init__(self, name: str, generator: Any) -> None:
-        super().__init__(
-            name,
-            generator.get_state,
-            lambda state: generator.set_state(state.cpu()),
-        )
-        self._device = generator.device
-        self.stream = self._stream
+        def put(state: State) -> None:
+            generator.set_state(state.cpu())
 
-    def _stream(self, seed: np.random.SeedSequence) -> State:
-        torch: Any = guests.library("torch")
-        (number,) = seed.generate_state(1, np.uint64)
-        return torch.Generator(self._device).manual_seed(int(number >> 1)).get_state()
+        def stream(seed: np.random.SeedSequence) -> State:
+            (number,) = seed.generate_state(1, np.uint64)
+            new = type(generator)(generator.device)
+            return new.manual_seed(int(number >> 1)).get_state()
+
+        super().__init__(name, generator.get_state, put)
+        self.stream = stream
 
     def misfit(self, state: State) -> str:
         return _differences(self.name, self.get(), state)

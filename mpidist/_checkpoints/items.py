@@ -62,13 +62,10 @@ class StateItem:
             None if the object does not support it.
         readable: whether `get` may be called when the checkpoint is made: it does not
             communicate.
-
-    Attributes:
         forget: drops what an object has beside its state, its gradients; None: nothing.
     """
 
     kind = "object"
-    forget: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -78,9 +75,10 @@ class StateItem:
         *,
         merge: Callable[[list[State]], State] | None = None,
         readable: bool = True,
+        forget: Callable[[], object] | None = None,
     ) -> None:
         self.name, self.get, self.set = name, get, set
-        self.merge, self.readable = merge, readable
+        self.merge, self.readable, self.forget = merge, readable, forget
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"

@@ -86,9 +86,7 @@ class CheckpointManager:
                 max_to_keep, checkpoint_name, checkpoint_interval, step_counter
             )
             storage.check_format({}, format)
-            path = as_path(directory, "CheckpointManager")
-            assert path is not None
-            return path
+            return as_path(directory, "CheckpointManager")
 
         self._checkpoint = checkpoint
         given_directory = call.attempt(check)
@@ -258,7 +256,7 @@ class CheckpointManager:
         """
         name = "CheckpointManager.restore_or_initialize"
         objects = objects_of(self._checkpoint)
-        objects.finish(name)
+        objects.call(name).wait_for_save()
         while self._entries:
             path = self._entries[-1].path
             try:

@@ -245,7 +245,11 @@ def put(
     kept: list[dict[str, HostArray]] = []
 
     def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
-        values = [_prepared(item, arrays.pop(item.name)) for item in variables]
+        values = []
+        for one in variables:  # what its copy here is to be, on its device
+            storage = storage_of(one.variable)
+            value = storage.prepare("assign", arrays.pop(one.name))
+            values.append(storage.own_part(value))
         for item in later:
             start = len(item.name) + 1
             kept.append(
@@ -282,12 +286,6 @@ def put(
         _put_back(call, before, error)
         raise
     return sorted(items.keys() - {item.name for item in later}), later
-
-
-def _prepared(item: VariableItem, x: HostArray) -> Array:
-    """Return what a variable's copy here is to be, on its device."""
-    storage = storage_of(item.variable)
-    return storage.own_part(storage.prepare("assign", x))
 
 
 def _put_back(

@@ -21,10 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from mpidist._base import backend
-from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import DType, HostArray, Shape
 from mpidist._checkpoints import (
     contents,
@@ -40,7 +36,7 @@ from mpidist._checkpoints.collective_call import (
 )
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
-from mpidist._checkpoints.state_json import Packed, Stored, host_copy
+from mpidist._checkpoints.state_json import Packed, Stored, own_copy
 from mpidist._checkpoints.storage import (
     CheckpointReader,
     FileFormat,
@@ -129,12 +125,17 @@ class SavedObjects:
 
         def write_on_rank_0() -> tuple[str, int | None]:
             nonlocal thread
-            arrays = _joined(name, variables, tensors)
+            if clash := sorted(variables.keys() & tensors.keys()):
+                raise ValueError(
+                    f"{name}: the variable {clash[0]!r} and a tensor in the state of "
+                    "an object have the same name; give one of them another name"
+                )
+            arrays = variables | tensors
             storage.check_format(arrays, file_format)
             if wait:
                 wait_for_threads()
                 return str(target), around(functools.partial(write, arrays))
-            copies = {array: _copy(x) for array, x in arrays.items()}
+            copies = {array: own_copy(x) for array, x in arrays.items()}
             work = functools.partial(around, functools.partial(write, copies))
             thread = Write(str(target), work)
             return str(target), None
@@ -204,10 +205,6 @@ class SavedObjects:
             str(path),
         )
 
-    def finish(self, name: str) -> None:
-        """Wait for a save with ``wait=False``. Collective."""
-        self.call(name).wait_for_save()
-
     def call(self, name: str) -> CollectiveCall:
         """Return a call by the ranks that save these objects together."""
         return self._find(name, "skip")[0]
@@ -240,19 +237,15 @@ class SavedObjects:
         """Find the items; check that all ranks have the same."""
         call, items = self._find(name, "later" if optional else "refuse")
         call.wait_for_save()
-        target = call.attempt(lambda: as_path(path, name, optional))
+        target = None
+        if not (optional and path is None):
+            target = call.attempt(lambda: as_path(path, name))
         call.agree(f" of {{{', '.join(map(str, items))}}}{details}")
         return call, items, target
 
 
-def as_path(path: object, call: str, optional: bool = False) -> str | None:
-    """Return a path as str, or None if that is allowed; that of rank 0 is used.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    if path is None and optional:
-        return None
+def as_path(path: object, call: str) -> str:
+    """Return a path as str; raise a TypeError for anything else."""
     if isinstance(path, (str, os.PathLike)) and os.fspath(path):
         return os.fsdecode(path)
     raise TypeError(f"{call}: expected a path, a str or `os.PathLike`, got {path!r}")
@@ -286,11 +279,9 @@ def _values(
     variables = [item for item in items if isinstance(item, VariableItem)]
     objects = [item for item in items if isinstance(item, StateItem)]
 
-    def check() -> None:
-        for item in variables:
-            item.check()
-
     def read() -> tuple[dict[str, Stored], dict[str, Packed]]:
+        for item in variables:  # alike on all replicas, which have compared the items
+            item.check()
         arrays = {
             item.name: item.variable.read_value()
             if item.on_read
@@ -299,27 +290,6 @@ def _values(
         }
         return arrays, {item.name: item.pack() for item in objects}
 
-    call.attempt(check)
     arrays, packed = call.together(read)
     states, tensors = exchange.exchange(call, objects, packed, arrays)
-
     return arrays, tensors, states
-
-
-def _joined(
-    call: str, variables: dict[str, Stored], tensors: dict[str, Stored]
-) -> dict[str, Stored]:
-    for name in variables:
-        if name in tensors:
-            raise ValueError(
-                f"{call}: the variable {name!r} and a tensor in the state of an object "
-                "have the same name; give one of them another name"
-            )
-    return variables | tensors
-
-
-def _copy(x: Stored) -> HostArray:
-    """Return a copy on the host, which does not change with the object."""
-    host = host_copy(x)
-    is_own = isinstance(x, DeviceCopy) or backend.is_device_array(x)
-    return host if is_own else np.array(host)

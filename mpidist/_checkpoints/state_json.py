@@ -47,6 +47,16 @@ def host_copy(x: Stored) -> HostArray:
     return x.host() if isinstance(x, DeviceCopy) else backend.to_host(x)
 
 
+def own_copy(x: Stored, out: HostArray | None = None) -> HostArray:
+    """Return a copy on the host; in ``out``, which may be overwritten, if it fits."""
+    if isinstance(x, DeviceCopy) or backend.is_device_array(x):
+        return np.asarray(host_copy(x))
+    if out is None or out.shape != x.shape or out.dtype != x.dtype:
+        return np.array(x)
+    out[...] = x
+    return out
+
+
 def checksum(x: Stored) -> int:
     """Return a number that differs if an array does."""
     array = x.host() if isinstance(x, DeviceCopy) else x

@@ -10,13 +10,12 @@ import datetime
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from mpidist._cli.bench_cases import CASES, Case
 from mpidist._cli.bench_timing import Bench, Row, parse_size, show_seconds, show_size
 from mpidist._cli.facts import machine_facts, software_facts, transport_facts
-from mpidist._cli.job import Job
+from mpidist._cli.job import Job, UsageError
 from mpidist._cli.speaking import Parser, positive_seconds, say
 
 ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
@@ -73,29 +72,26 @@ def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
         known = ", ".join(cases)
         parser.error(f"argument NAME: expected one of {known}, got {unknown[0]!r}")
     job = Job()
-    job.require(_write(given.json, "", "a") if job.rank == 0 else None)
+    _write(job, given.json, "", "a")
     run = Bench(job, given.sizes, given.seconds, quick=given.quick, show=_print_row)
     chosen = [cases[name] for name in dict.fromkeys(given.names or cases)]
     text = json.dumps(_measure(run, chosen), indent=1)
-    job.require(_write(given.json, text) if job.rank == 0 else None)
+    _write(job, given.json, text, "w")
     job.free()
     return 0
 
 
-def _write(path: str | None, text: str, mode: str = "w") -> str | None:
-    """Write a file, if one was requested; return what went wrong."""
-    if path is None:
-        return None
-    try:
-        with open(path, mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        folder = Path(path).parent
-        why = f"there is no folder {folder}"
-        if folder.is_dir():
-            why = f"cannot be written: {error.strerror}"
-        return f"--json {path}: {why}"
-    return None
+def _write(job: Job, path: str | None, text: str, mode: str) -> None:
+    """Write a file on rank 0, if one was requested; all ranks raise if it cannot."""
+    problem = ""
+    if path is not None and job.rank == 0:
+        try:
+            with open(path, mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            problem = f"--json {path} cannot be written: {error.strerror}"
+    if problem := job.from_root(problem):
+        raise UsageError(problem)
 
 
 def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:

@@ -72,19 +72,6 @@ class Job:
         """Free the communicator. Collective."""
         self.comm.Free()
 
-    def require(self, problem: str | None) -> None:
-        """Raise on all ranks if any rank found a problem to mend. Collective.
-
-        Raises:
-            UsageError: if there is a problem: that of the lowest rank.
-        """
-        problems = self.comm.allgather(problem)
-        for rank, found in enumerate(problems):
-            if found is not None:
-                everywhere = all(other == found for other in problems)
-                where = "" if everywhere or self.size == 1 else f"rank {rank}: "
-                raise UsageError(where + found)
-
     def from_root(self, value: _T) -> _T:
         """Return rank 0's value on all ranks. Collective."""
         return self.comm.bcast(value, 0)

@@ -72,7 +72,10 @@ def main(arguments: Sequence[str]) -> int:
             hint = f"; did you mean `mpidist {close[0]}`?" if close else ""
             parser.error(f"expected one of {known}, got {got}{hint}")
         name = f"mpidist {given.command}"
-        _check_environment()
+        try:
+            read_environment()
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         return _COMMANDS[given.command][0](words[end:])
     except UsageError as error:
         complain(name, str(error))
@@ -80,13 +83,6 @@ def main(arguments: Sequence[str]) -> int:
     except (WrongResultError, ImportError) as error:
         complain(name, str(error))
         return _EXIT_WRONG
-
-
-def _check_environment() -> None:
-    try:
-        read_environment()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def run() -> None:

@@ -28,13 +28,12 @@ from mpidist._base.errors import (
     by_value,
     on_rank,
 )
-from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import HostArray
 from mpidist._checkpoints import exchange, restoring, state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import GeneratorItem, Item, StateItem, VariableItem
-from mpidist._checkpoints.state_json import Json, Packed, Stored, host_copy
+from mpidist._checkpoints.state_json import Json, Packed, own_copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ def take(
         read = {
             x.name: _read(x) for x in items if isinstance(x, VariableItem) and x.on_read
         }
-        return read | {name: _copy_of(x, old.get(name)) for name, x in tensors.items()}
+        return read | {name: own_copy(x, old.get(name)) for name, x in tensors.items()}
 
     if tensors or any(isinstance(x, VariableItem) and x.on_read for x in items):
         # In a section: a replica without memory for it tells the others.
@@ -104,18 +103,8 @@ def _copy(items: Sequence[Item], old: Mapping[str, HostArray]) -> dict[str, Host
     arrays: dict[str, HostArray] = {}
     for item in items:
         if isinstance(item, VariableItem) and not item.on_read:
-            arrays[item.name] = _copy_of(item.variable.value(), old.get(item.name))
+            arrays[item.name] = own_copy(item.variable.value(), old.get(item.name))
     return arrays
-
-
-def _copy_of(x: Stored, out: HostArray | None) -> HostArray:
-    """Return a copy on the host, in an array that may be overwritten if it fits."""
-    if isinstance(x, DeviceCopy) or backend.is_device_array(x):
-        return np.asarray(host_copy(x))
-    if out is None or out.shape != x.shape or out.dtype != x.dtype:
-        return np.array(x)
-    out[...] = x
-    return out
 
 
 def _read(item: VariableItem) -> HostArray:

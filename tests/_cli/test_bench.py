@@ -22,7 +22,7 @@ from mpidist._cli.bench_timing import (
     show_seconds,
     show_size,
 )
-from mpidist._cli.job import Job, UsageError, WrongResultError
+from mpidist._cli.job import Job, WrongResultError
 
 TIMEOUT = 200.0
 MIB = 2**20
@@ -196,18 +196,6 @@ def test_work_without_memory_is_left_out_on_all_ranks(job):
     assert not bench.has_room("a lot", 2**60, copies=2)
     assert "a lot was left out: it takes 2" in bench.notes[0]
     bench.strategy.close()
-
-
-@pytest.mark.mpi
-def test_a_problem_of_one_rank_is_raised_on_all(job):
-    job.require(None)
-    last = job.size - 1
-    problem = "no file" if job.rank == last else None
-    expected = f"^rank {last}: no file$" if job.size > 1 else "^no file$"
-    with pytest.raises(UsageError, match=expected):
-        job.require(problem)
-    with pytest.raises(UsageError, match=r"^no file$"):
-        job.require("no file")
 
 
 # --- rows and units -------------------------------------------------------------------

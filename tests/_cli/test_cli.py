@@ -163,7 +163,7 @@ def test_ranks_print_a_message_or_help_once(on_ranks):
         errors.count("error: argument --seconds: expected seconds above 0, such as")
         == 1
     )
-    assert errors.count("there is no folder /no/such") == 1
+    assert errors.count("--json /no/such/f cannot be written: No such file") == 1
 
 
 # --- info -------------------------------------------------------------------------
