@@ -264,7 +264,7 @@ class BegunCalls:
         """Wait until a call has ended."""
         calls, observed = self._guard.calls, NOTHING
         if calls is not None and not call.done():
-            observed = calls.waits_for_begun(f"the wait for {call._name}")
+            observed = calls.work(f"the wait for {call._name}", 0, "waits for begun")
         self._awaited = True
         try:
             with observed:

@@ -153,13 +153,13 @@ class SharedState(CallState):
             raise self.begun.failure
 
     def observed(
-        self, call: Call, section: Call | None = None
+        self, call: Call, section: Span | None = None
     ) -> AbstractContextManager[Span | None]:
         """Return a context in which the observers of this strategy see a header.
 
         Args:
             call: of the header.
-            section: the end of the section that ends with it; None: none does.
+            section: that ends with it; None: none does.
         """
         if self.calls is None:
             return NOTHING

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import pickle
 import re
@@ -33,7 +32,6 @@ _MOST_TRACES: Final = 3
 # Of an exception that is sent to other ranks: characters, and bytes of its pickle.
 _LONGEST_TRACE: Final = 100_000
 _LARGEST_EXCEPTION: Final = 2**20
-_logger: Final = logging.getLogger("mpidist")
 ErrorKind = Literal["none", "raised", "invalid", "agreed", "exit"]
 Key: TypeAlias = tuple[int, int]
 """Of a variable; the same on all ranks."""
@@ -163,14 +161,9 @@ def judge(rank: int, reports: list[Report]) -> BaseException:
 def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseException:
     for report in left:
         if report.exit_code:
-            reporting.log(
-                _logger,
-                logging.WARNING,
-                "mpidist: rank %d: rank %d left the program by sys.exit(%r); this rank "
-                "leaves too",
-                rank,
-                report.rank,
-                report.exit_code,
+            reporting.warn(
+                f"mpidist: rank {rank}: rank {report.rank} left the program by "
+                f"sys.exit({report.exit_code!r}); this rank leaves too"
             )
             return SystemExit(report.exit_code)
     return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))

@@ -23,7 +23,7 @@ from mpidist._base.errors import (
     ReplicaLostError,
     was_told,
 )
-from mpidist._timeline.observer import NOTHING
+from mpidist._timeline.observer import NOTHING, Span
 
 _R = TypeVar("_R")
 
@@ -35,9 +35,11 @@ class SectionResult:
         error: what the section has raised on this rank.
         kind: of that error, or of the one that it may raise now.
         fingerprint: of the result.
+        span: of the section, if it is observed.
     """
 
     error: BaseException | None = None
+    span: Span | None = None
     kind: ErrorKind = "invalid"
     fingerprint = 0
     _result = ("", 0)
@@ -72,7 +74,8 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
     section, calls = SectionResult(), guard.calls
     result: Any = None
     number = guard.sequence + 1
-    with NOTHING if calls is None else calls.section(call, call.text, number):
+    observed = NOTHING if calls is None else calls.section(call.text, number)
+    with observed as section.span:
         guard.enter_section()
         try:
             try:
@@ -114,7 +117,7 @@ def join(guard: Guard, call: Call, section: SectionResult) -> BaseException | No
     """
     if guard.calls is None:
         return _join(guard, call, section)
-    with guard.observed(call, call) as span:
+    with guard.observed(call, section.span) as span:
         found = _join(guard, call, section)
         if span is not None and found is not None:
             span.raised = type(found).__name__

@@ -15,7 +15,6 @@ networks it makes progress only while its target calls MPI).
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Final
@@ -33,8 +32,6 @@ from mpidist._mpi.buffers import Transfer
 from mpidist._timeline.observer import NOTHING
 
 _MOST_LINES: Final = 20  # of a report
-
-_logger: Final = logging.getLogger("mpidist")
 
 
 class Waits:
@@ -66,6 +63,7 @@ class Waits:
         self._place = ("", 0)
         self._waited = 0.0
         self._looked = self._posted = self._reported = self._came_late = False
+        self._observed = False
         # The ranks whose data has not come; None while this rank waits for no data.
         self._awaited: Callable[[], list[int]] | None = None
 
@@ -189,12 +187,14 @@ class Waits:
             ReplicaLostError: if a rank is lost.
         """
         shared, breakdown = self._shared, self._breakdown
-        if shared.calls is not None:
-            shared.calls.look(what, waited, shared.sequence + 1)
         place = (what, shared.sequence)
         if waited < self._waited or place != self._place:  # another wait than last time
             self._looked = self._posted = self._reported = self._came_late = False
+            self._observed = False
         self._place, self._waited = place, waited
+        if shared.calls is not None and not self._observed and waited >= self._stall:
+            self._observed = True
+            shared.calls.waits(what, waited, shared.sequence + 1)
         if shared.begun is not None:
             shared.begun.look()
         timeout = shared.timeout
@@ -227,12 +227,12 @@ class Waits:
         notices = self._breakdown.notices
         text = notices.describe(wait, waited)
         if notices.is_first_to_report(wait):
-            reporting.log(_logger, logging.WARNING, "mpidist: %s", text)
+            reporting.warn(f"mpidist: {text}")
         if self._stacks is not None:
             waiting, missing = notices.waiting_and_missing(wait)
             left = _MOST_LINES - text.count("\n") - 1
             if text := self._stacks.report(waiting, missing, left):
-                reporting.log(_logger, logging.WARNING, "mpidist: %s", text)
+                reporting.warn(f"mpidist: {text}")
 
     def ask_missing_ranks(self, stacks: Stacks) -> None:
         """Look whether the other ranks live, and where those are that are missing."""

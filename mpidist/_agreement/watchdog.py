@@ -10,7 +10,6 @@ that. It starts with the first call, and ends with the guard.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +20,6 @@ from mpidist._base.errors import CollectiveTimeoutError, on_rank
 from mpidist._mpi.any_communicator import AnyCommunicator
 
 _LOOK_SECONDS: Final = 0.1
-
-_logger: Final = logging.getLogger("mpidist")
 
 
 class Watchdog:
@@ -86,9 +83,7 @@ class Watchdog:
         )
         if waited >= self._stall and not self._reported:
             self._reported = True
-            reporting.log(
-                _logger, logging.WARNING, "mpidist: %s", on_rank(self._comm.rank, text)
-            )
+            reporting.warn(f"mpidist: {on_rank(self._comm.rank, text)}")
         if not self._timeout or waited < self._timeout:
             return
         error = CollectiveTimeoutError(on_rank(self._comm.rank, text))

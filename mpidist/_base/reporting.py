@@ -25,6 +25,7 @@ from typing import Final
 
 _PATIENCE_SECONDS: Final = 1.0
 _MOST_PENDING: Final = 10_000  # while the thread is stuck; later ones are lost
+_logger: Final = logging.getLogger("mpidist")
 
 
 class _Job:
@@ -135,6 +136,11 @@ def write_stderr(text: str) -> None:
     while data:
         select.select([], [file], [])  # it may have been made non-blocking
         data = data[os.write(file, data) :]
+
+
+def warn(text: str) -> None:
+    """Warn the user, by the logger "mpidist"."""
+    log(_logger, logging.WARNING, "%s", text)
 
 
 def log(logger: logging.Logger, level: int, message: str, *args: object) -> None:

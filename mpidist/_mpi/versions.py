@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import marshal
 import pickle
 import struct
@@ -59,8 +58,6 @@ from mpidist._base.types import HostArray
 from mpidist._mpi.buffers import split, starts_of
 from mpidist._mpi.library import MpiComm, MpiRequest
 from mpidist._version import __version__
-
-_logger: Final = logging.getLogger("mpidist")
 
 _FORMAT: Final = 2  # of "about" too
 _CALL: Final = "MPIStrategy(...)"
@@ -183,7 +180,7 @@ def judge(
         return said, CollectiveMismatchError(on_rank(rank, message))
     floats = floats_that_differ([one.get("floats", "") for one in said])
     if rank == 0 and floats:
-        reporting.log(_logger, logging.WARNING, "mpidist: %s", floats)
+        reporting.warn(f"mpidist: {floats}")
     if rank == 0:
         _tell_without_core(said)
     return said, None
@@ -265,11 +262,8 @@ def _tell_without_core(said: list[dict[str, Any]]) -> None:
     if len(lacking) in (0, len(said)):
         return
     verb = "has" if len(lacking) == 1 else "have"
-    reporting.log(
-        _logger,
-        logging.WARNING,
-        "mpidist: %s %s no native core, which the others have; all ranks continue "
-        "without it, and are slower. Install mpidist there with a C compiler",
-        format_ranks(lacking),
-        verb,
+    reporting.warn(
+        f"mpidist: {format_ranks(lacking)} {verb} no native core, which the others "
+        "have; all ranks continue without it, and are slower. Install mpidist there "
+        "with a C compiler"
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import logging
 import os
 import time
 import warnings
@@ -35,8 +34,6 @@ from mpidist._timeline.trace import Lines
 # For a network file system to show rank 0 what the others have written.
 _PATIENCE_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.05
-
-_logger: Final = logging.getLogger("mpidist")
 
 
 class _Recording:
@@ -131,7 +128,7 @@ def observe(communicator: Communicator, environment: Environment) -> Calls | Non
     if recording is not None:
         recording.recorder.add_strategy(number, communicator.identity, rank, size)
         observers.append(recording.recorder)
-    return Calls(observers, number, environment.stall_seconds)
+    return Calls(observers, number)
 
 
 def begin(path: str, communicator: Communicator, guard: Guard) -> None:
@@ -174,27 +171,17 @@ def _merge(recorder: Recorder) -> None:
             if time.monotonic() > deadline:
                 ranks = [part.rank for part in parts if not part.complete]
                 ends = f"; the recording of {format_ranks(ranks)} ended early"
-                reporting.log(
-                    _logger,
-                    logging.WARNING,
+                reporting.warn(
                     "mpidist.timeline: rank 0 does not see the complete parts of all "
-                    "ranks (%s.rank*)%s. Copy them into one folder if they are on "
-                    "other machines, and run: mpidist timeline %s",
-                    path,
-                    ends if ranks else "",
-                    path,
+                    f"ranks ({path}.rank*){ends if ranks else ''}. Copy them into one "
+                    "folder if they are on other machines, and run: mpidist timeline "
+                    f"{path}"
                 )
                 return
             time.sleep(_PAUSE_SECONDS)
         files.merge_files(path, parts)
     except (OSError, files.FormatError) as error:
-        reporting.log(
-            _logger,
-            logging.WARNING,
-            "mpidist.timeline: rank 0 cannot write %s: %s",
-            path,
-            error,
-        )
+        reporting.warn(f"mpidist.timeline: rank 0 cannot write {path}: {error}")
 
 
 def _end_program() -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mpidist._agreement import mismatch, stacks
 from mpidist._agreement.channel import open_channel
 from mpidist._agreement.deadline import Deadline
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Key
-from mpidist._base import gpus, interactive, threads
+from mpidist._base import gpus, interactive, reporting, threads
 from mpidist._base.environment import Environment, debugging, read_environment
 from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint_of_bytes
@@ -46,7 +45,6 @@ from mpidist._values.distributed import RegistryOfOne
 # Any: an `mpi4py.MPI.Comm`, from a library that may be missing, or a `ThreadGroup`.
 Comm: TypeAlias = Any
 
-_logger: Final = logging.getLogger("mpidist")
 _numbers = threads.ReplicaLocal(lambda: itertools.count(1))
 
 
@@ -281,7 +279,7 @@ def _make_collectives(
     if not bits.are_same(all_sums):
         communicator.buffers.same_bits = False
         if communicator.rank == 0:
-            _logger.warning(
+            reporting.warn(
                 "mpidist: the all-reduce of this MPI library gives ranks different "
                 "bits; sums are reduced to one rank and broadcast, which is slower"
             )

@@ -6,6 +6,7 @@ The merged file has the events of all ranks on one clock, with who waited for wh
 from __future__ import annotations
 
 import dataclasses
+import glob
 import gzip
 import json
 import re
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mpidist._timeline.observer import Span
 from mpidist._timeline.recorder import (
@@ -87,15 +87,11 @@ class Part:
 def find_parts(path: Path) -> list[Path]:
     """Return the parts of the timeline ``path`` that are there, by rank."""
     found = []
-    for name in path.parent.glob(f"{_escaped(path.name)}.rank*"):
+    for name in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
         number = _NUMBER.search(name.name)
         if number is not None:
             found.append((int(number[1]), name))
     return [name for _, name in sorted(found)]
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def read_part(path: Path) -> Part:
@@ -214,15 +210,11 @@ def align(parts: Sequence[Part]) -> None:
     for part in parts[1:]:
         if part.boot == first.boot:
             continue
-        times, offsets = _offsets(ends, _ends_of(part))
-        if not len(times):  # nothing in common: the time of day has to do
-            times = np.zeros(1)
-            offsets = np.array([part.epoch - first.epoch])
-        for name in ("start", "end"):
-            here = np.array([getattr(event, name) for event in part.events])
-            here += np.interp(here, times, offsets)
-            for event, there in zip(part.events, here.tolist(), strict=True):
-                setattr(event, name, there)
+        times, offsets = _offsets(ends, _ends_of(part), part.epoch - first.epoch)
+        here = np.array([(event.start, event.end) for event in part.events])
+        here += np.interp(here, times, offsets)
+        for event, there in zip(part.events, here.tolist(), strict=True):
+            event.start, event.end = there
 
 
 def _ends_of(part: Part) -> dict[tuple[str, int], float]:
@@ -234,18 +226,25 @@ def _ends_of(part: Part) -> dict[tuple[str, int], float]:
 
 
 def _offsets(
-    ours: dict[tuple[str, int], float], theirs: dict[tuple[str, int], float]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return times of their clock, and what to add to it there."""
+    ours: dict[tuple[str, int], float],
+    theirs: dict[tuple[str, int], float],
+    otherwise: float,
+) -> tuple[list[float], list[float]]:
+    """Return times of their clock, and what to add to it there.
+
+    Args:
+        ours: the ends of calls, on our clock.
+        theirs: the same on theirs.
+        otherwise: what to add if they have no call in common: by the time of day.
+    """
     common = [(theirs[key], ours[key]) for key in theirs.keys() & ours.keys()]
     if not common:
-        return np.zeros(0), np.zeros(0)
+        return [0.0], [otherwise]
     pairs = np.array(sorted(common))
-    count = min(_WINDOWS, max(1, len(pairs) // _WINDOWS))
-    windows = np.array_split(pairs, count)
-    times = np.array([np.median(window[:, 0]) for window in windows])
-    differences = [np.median(window[:, 1] - window[:, 0]) for window in windows]
-    return times, np.array(differences)
+    windows = np.array_split(pairs, min(_WINDOWS, max(1, len(pairs) // _WINDOWS)))
+    times = [float(np.median(window[:, 0])) for window in windows]
+    differences = [float(np.median(window[:, 1] - window[:, 0])) for window in windows]
+    return times, differences
 
 
 def _find_waits(spans: Iterable[Span], roots: dict[int, int]) -> None:

@@ -44,6 +44,8 @@ Kind = Literal[
     "call", "section", "end of section", "message", "waits", "waits for begun"
 ]
 
+Event = Literal["begin", "waits", "end", "work"]
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C")
 
@@ -95,22 +97,17 @@ class Span:
 class Observer(Protocol):
     """What is told of the calls of this rank, by the thread that makes them."""
 
-    def begins(self, span: Span) -> None:
-        """A call has got its name, or a section begins."""
-
-    def waits(self, span: Span) -> None:
-        """This rank has waited long, until now; once for each wait."""
-
-    def ends(self, span: Span, section: Span | None) -> None:
-        """A call or a section has ended.
+    def see(self, event: Event, span: Span, section: Span | None = None) -> None:
+        """Something has begun, waits, or has ended.
 
         Args:
-            span: what has ended.
+            event: a call has got its name, or a section has begun ("begin"); this rank
+                has waited long, until now, once for each wait ("waits"); a call or a
+                section has ended ("end"); or this rank has done a part of its own work,
+                such as reading input ("work").
+            span: what it is about.
             section: the section that ends with this call; None: none does.
         """
-
-    def has_worked(self, span: Span) -> None:
-        """This rank has done a part of its own work, such as reading input."""
 
 
 Opens = Callable[..., AbstractContextManager[Any]]
@@ -153,19 +150,12 @@ class Calls:
     Args:
         observers: they.
         strategy: the number of the strategy in this process.
-        stall_seconds: the length of a wait of which they are told.
     """
 
-    def __init__(
-        self, observers: Sequence[Observer], strategy: int, stall_seconds: float
-    ) -> None:
+    def __init__(self, observers: Sequence[Observer], strategy: int) -> None:
         self._observers = observers
         self._strategy = strategy
-        self._stall = stall_seconds
         self._here: _Here = _Here()
-        self._sections: list[tuple[object, Span]] = []  # with their keys
-        self._waited = 0.0
-        self._told = False  # of this wait
 
     def observing(self, plain: type[_C]) -> type[_C]:
         """Return a class whose marked methods are observed."""
@@ -217,7 +207,8 @@ class Calls:
         kind: Kind = "message" if text else "call"
         if section is not None:
             kind = "end of section"
-        span = self._here.span = self._span(kind, nbytes, route)
+        span = self._here.span = self._span(kind, route)
+        span.nbytes = nbytes
         if text:
             self.name(text, number)
         try:
@@ -225,53 +216,49 @@ class Calls:
                 yield span
         finally:
             self._here.span = None
+            if section is not None:
+                section.number, section.end = span.number, span.end
+                section.raised = span.raised
             if span.text:  # else the ranks have not met
-                self._tell_end(span, section)
+                self._tell("end", span, section)
 
     def name(self, text: str, number: int) -> None:
         """Set the text and number of the call in progress, if they are not set yet."""
         span = self._here.span
         if span is not None and not span.text:
             span.text, span.number = text, number
-            for observer in self._observers:
-                observer.begins(span)
+            self._tell("begin", span)
 
     @contextlib.contextmanager
-    def header(self, text: str, number: int, key: object = None) -> Iterator[Span]:
+    def header(
+        self, text: str, number: int, section: Span | None = None
+    ) -> Iterator[Span]:
         """Observe the block as a header: of the call in progress, or a call itself.
 
         Args:
             text: of the call.
             number: of the call.
-            key: of the section that it ends; None: of none.
+            section: that ends with it; None: none does.
         """
-        section = None
-        if key is not None and self._sections and self._sections[-1][0] is key:
-            section = self._sections[-1][1]
         route = NO_ROUTE if section is None else SECTION
         with self.call(0, route, section=section) as span:
             self.name(text, number)
             yield span
 
     @contextlib.contextmanager
-    def section(self, key: object, text: str, number: int) -> Iterator[Span]:
+    def section(self, text: str, number: int) -> Iterator[Span]:
         """Observe the calls inside the block, also if it is part of a call.
 
         Args:
-            key: of the header that ends it.
             text: of its end.
             number: of the first call that may be inside.
         """
         outer, self._here.span = self._here.span, None
-        section = self._span("section", 0, SECTION)
-        section.text, section.number = text.removeprefix(END_OF), number
-        for observer in self._observers:
-            observer.begins(section)
-        self._sections.append((key, section))
+        section = self._span("section", SECTION, text.removeprefix(END_OF), number)
+        self._tell("begin", section)
         try:
             yield section
         finally:
-            self._sections.pop()
             self._here.span = outer
 
     @contextlib.contextmanager
@@ -282,69 +269,59 @@ class Calls:
             text: of its end.
             number: returns the number of the last call.
         """
-        span = self._span("section", 0, SECTION)
-        try:
-            with self._timed(span), self.section(span, text, number() + 1):
-                yield
-        finally:
-            span.text, span.number = text, number()
-            self._tell_end(span, None)
+        with self.section(text, number() + 1) as span:
+            try:
+                with self._timed(span):
+                    yield
+            finally:
+                span.text, span.number = text, number()
+                self._tell("end", span)
 
-    def work(self, text: str, number: int) -> AbstractContextManager[None]:
-        """Observe a block as a part of this rank's own work.
+    @contextlib.contextmanager
+    def work(
+        self, text: str, number: int = 0, kind: Kind = "section"
+    ) -> Iterator[None]:
+        """Observe the block as a part of this rank's own work.
 
         Args:
             text: what it is.
             number: of the first call that may be inside.
+            kind: of its span; or "waits for begun".
         """
-        return self._work("section", SECTION, text, number)
-
-    def waits_for_begun(self, text: str) -> AbstractContextManager[None]:
-        """Observe a block as the program's wait for calls that were begun."""
-        return self._work("waits for begun", NO_ROUTE, text, 0)
-
-    @contextlib.contextmanager
-    def _work(self, kind: Kind, route: str, text: str, number: int) -> Iterator[None]:
-        span = self._span(kind, 0, route)
-        span.text, span.number = text, number
+        route = SECTION if kind == "section" else NO_ROUTE
+        span = self._span(kind, route, text, number)
         try:
             with self._timed(span):
                 yield
         finally:
-            for observer in self._observers:
-                observer.has_worked(span)
+            self._tell("work", span)
 
     def makes_begun_calls(self) -> None:
         """Note that this thread makes the calls that were begun."""
         self._here.begun = True
 
-    def look(self, what: str, waited: float, number: int) -> None:
-        """Tell of a wait, once, if it is long.
+    def waits(self, what: str, waited: float, number: int) -> None:
+        """Tell of a wait that is long.
 
         Args:
             what: this rank waits for.
             waited: for so many seconds, until now.
             number: of the call, if none is in progress.
         """
-        if waited < self._waited:  # another wait than last time
-            self._told = False
-        self._waited = waited
-        if self._told or waited < self._stall:
-            return
-        self._told = True
-        span = self._span("waits", 0, NO_ROUTE)
-        span.start, span.end = span.start - waited, span.start
-        span.text, span.number = what, number
-        if self._here.span is not None:  # the wait may be part of it
-            span.nbytes, span.route = self._here.span.nbytes, self._here.span.route
-            span.number = self._here.span.number or number
-        for observer in self._observers:
-            observer.waits(span)
+        span = self._span("waits", NO_ROUTE, what, number)
+        span.start -= waited
+        if (call := self._here.span) is not None:  # the wait may be part of it
+            span.nbytes, span.route = call.nbytes, call.route
+            span.number = call.number or number
+        self._tell("waits", span)
 
-    def _span(self, kind: Kind, nbytes: int, route: str) -> Span:
-        now = time.perf_counter()
-        begun = self._here.begun
-        return Span(0, self._strategy, kind, 0, now, now, nbytes, route, begun=begun)
+    def _span(self, kind: Kind, route: str, text: str = "", number: int = 0) -> Span:
+        now, begun = time.perf_counter(), self._here.begun
+        return Span(
+            *(0, self._strategy, kind, number, now, now, 0, route),
+            text=text,
+            begun=begun,
+        )
 
     @contextlib.contextmanager
     def _timed(self, span: Span) -> Iterator[None]:
@@ -357,9 +334,6 @@ class Calls:
         finally:
             span.end = time.perf_counter()
 
-    def _tell_end(self, span: Span, section: Span | None) -> None:
-        if section is not None:
-            section.number, section.end = span.number, span.end
-            section.raised = span.raised
+    def _tell(self, event: Event, span: Span, section: Span | None = None) -> None:
         for observer in self._observers:
-            observer.ends(span, section)
+            observer.see(event, span, section)

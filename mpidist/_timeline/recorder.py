@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import socket
 import time
@@ -20,7 +19,7 @@ from typing import IO, Any, Final
 
 from mpidist._base import reporting
 from mpidist._base.machine import boot_id
-from mpidist._timeline.observer import END_OF, Span
+from mpidist._timeline.observer import END_OF, Event, Span
 
 FORMAT: Final = 2
 PROCESS: Final = "process_name"
@@ -34,7 +33,6 @@ _FLUSH_SECONDS: Final = 1.0
 # Viewers want the slices of a thread inside each other: calls that were begun have one.
 _BEGUN: Final = 1_000_000
 _FLUSH_EVENTS: Final = 1000
-_logger: Final = logging.getLogger("mpidist")
 
 
 def event_of(span: Span) -> dict[str, Any]:
@@ -173,33 +171,24 @@ class Recorder:
         name = f"strategy {number}"
         self._events.append(metadata(STRATEGY, 0, number, name=name, **about))
 
-    def begins(self, span: Span) -> None:
-        """Do nothing: an event is recorded at its end."""
-
-    def waits(self, span: Span) -> None:
-        """Record and write a wait: it may never end."""
-        self.has_worked(span)
-        self.flush()
-
-    def ends(self, span: Span, section: Span | None) -> None:
-        """Record a section, and the call with which it ends."""
-        if section is not None:
-            self.has_worked(section)
-        self.has_worked(span)
-
-    def has_worked(self, span: Span) -> None:
-        """Record a span; write those that there are now and then."""
-        if self._stopped:
+    def see(self, event: Event, span: Span, section: Span | None = None) -> None:
+        """Record a span at its end, after the section that ends with it."""
+        if event == "begin" or self._stopped:
             return
+        if section is not None:
+            self._record(section)
+        self._record(span)
+        late = span.end - self._flushed > _FLUSH_SECONDS or event == "waits"
+        if late or len(self._events) >= _FLUSH_EVENTS or span.raised:
+            self.flush()
+
+    def _record(self, span: Span) -> None:
         event = event_of(span)
         text: str = event["args"]["text"][:_LONGEST_TEXT]
         if span.kind == "section":
             text = text.removeprefix(END_OF)
         event["args"]["text"] = text
         self._events.append(event)
-        late = span.end - self._flushed > _FLUSH_SECONDS
-        if late or len(self._events) >= _FLUSH_EVENTS or span.raised:
-            self.flush()
 
     def flush(self) -> None:
         """Write what was recorded. A disk that is full ends the recording."""
@@ -216,13 +205,10 @@ class Recorder:
             self._file.flush()
         except OSError as error:  # what was written can still be read
             self._stop()
-            reporting.log(
-                _logger,
-                logging.WARNING,
-                "mpidist.timeline: rank %d cannot write %s: %s; it records no more",
-                self.rank,
-                part_of(self.path, self.rank),
-                error.strerror or error,
+            reporting.warn(
+                f"mpidist.timeline: rank {self.rank} cannot write "
+                f"{part_of(self.path, self.rank)}: {error.strerror or error}; it "
+                "records no more"
             )
 
     def close(self) -> None:

@@ -101,16 +101,12 @@ def times_of(timeline: Timeline) -> dict[int, RankTime]:
 
 def largest_waits(timeline: Timeline, most: int = _MOST_WAITS) -> list[Span]:
     """Return the longest wait of each of the calls with the longest waits."""
-    by_call: dict[tuple[int, int, str], Span] = {}
-    for span in timeline.spans:
-        key = (span.strategy, span.number, span.kind)
-        if span.waited and span.waited > by_call.get(key, _NO_WAIT).waited:
-            by_call[key] = span
-    waits = sorted(by_call.values(), key=lambda span: -span.waited)
-    return waits[:most]
-
-
-_NO_WAIT: Final = Span(0, 0, "call", 0, 0.0, 0.0, 0, "")
+    waits = [span for span in timeline.spans if span.waited]
+    waits.sort(key=lambda span: -span.waited)
+    longest: dict[tuple[int, int, str], Span] = {}
+    for span in waits:
+        longest.setdefault((span.strategy, span.number, span.kind), span)
+    return list(longest.values())[:most]
 
 
 def calls_of(timeline: Timeline) -> list[CallTime]:

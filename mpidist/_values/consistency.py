@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from mpidist._values.variable import Variable, array_of, storage_of
 _MOST_NAMED: Final = 5  # arrays, or ranks, in a message
 _DIGEST_BYTES: Final = 16
 _K = TypeVar("_K")
-_logger: Final = logging.getLogger("mpidist")
 # Of which parameters rank 0 has said that they differ, with the call.
 _told: Final[weakref.WeakKeyDictionary[ReplicaGroup, set[tuple[str, ...]]]] = (
     weakref.WeakKeyDictionary()
@@ -178,7 +176,7 @@ def compare_in_step(
     except OutOfSyncError as error:
         if group.replica_id == 0 and names not in told:
             told.add(names)
-            reporting.log(_logger, logging.WARNING, "mpidist: %s", error)
+            reporting.warn(f"mpidist: {error}")
 
 
 class Difference(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -27,7 +26,6 @@ PyTree: TypeAlias = Any
 _MOST_STRUCTURES: Final = 256
 _ADVICE: Final = "`parameters = mpidist.jax.broadcast(parameters)`"
 _MANY: Final = 5
-_logger: Final = logging.getLogger("mpidist")
 # How many functions of this code were called, since one was called twice.
 _made: Final[weakref.WeakKeyDictionary[ReplicaGroup, collections.Counter[Any]]] = (
     weakref.WeakKeyDictionary()
@@ -171,13 +169,10 @@ def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str, number: int) ->
     made = _made.setdefault(group, collections.Counter())
     made[code] = 0 if number else made[code] + 1
     if code is not None and made[code] == _MANY and group.replica_id == 0:
-        reporting.log(
-            _logger,
-            logging.WARNING,
-            f"mpidist: %s: {fun.__qualname__} was defined {_MANY} times, and is "
+        reporting.warn(
+            f"mpidist: {call}: {fun.__qualname__} was defined {_MANY} times, and is "
             "compiled each time. Call value_and_grad once, before the loop, with a "
-            "function of the parameters and the batch; or write `jit=False`",
-            call,
+            "function of the parameters and the batch; or write `jit=False`"
         )
 
 

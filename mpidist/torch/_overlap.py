@@ -18,7 +18,6 @@ Parameters without a gradient on some rank are in the last bucket, once they are
 from __future__ import annotations
 
 import dataclasses
-import logging
 import operator
 import weakref
 from typing import Any, Final
@@ -45,7 +44,6 @@ from mpidist.torch._gradients import (
 BUCKET_BYTES: Final = 4 * 2**20
 # How often a tensor was written to, counted by torch; documented, if not by its name.
 _version_of: Final = operator.attrgetter("_version")
-_logger: Final = logging.getLogger("mpidist")
 
 
 @dataclasses.dataclass(eq=False)
@@ -383,4 +381,4 @@ def _is_same(
 
 def warn(text: str, call: str) -> None:
     """Log a warning of a call."""
-    reporting.log(_logger, logging.WARNING, f"mpidist: %s: {text}", call)
+    reporting.warn(f"mpidist: {call}: {text}")

@@ -62,13 +62,13 @@ def test_a_recorder_writes_what_is_read(path):
         call(2, 2.0, 2.5, rank=3, raised="ValueError"),
     ]
     for event in events:
-        recorder.ends(event, None)
+        recorder.see("end", event)
     (name,) = files.find_parts(path)
     # An event that raised is written at once: the job may end.
     assert files.read_part(name).events == events
     assert not files.read_part(name).complete
     recorder.close()
-    recorder.ends(call(3, 3.0, 4.0), None)
+    recorder.see("end", call(3, 3.0, 4.0))
     found = files.read_part(name)
     assert found.complete
     assert found.events == events

@@ -361,7 +361,7 @@ for one in (strategy, mpidist.MPIStrategy()):
 
 
 def calls_with_lines():
-    return Calls([Lines(0, 1, 1, begins=False)], 1, 1.0)
+    return Calls([Lines(0, 1, 1, begins=False)], 1)
 
 
 @pytest.fixture
@@ -380,7 +380,7 @@ def test_what_a_call_does_inside_is_part_of_it(trace, listener):
 def test_calls_in_a_section_have_lines_of_their_own(trace, listener):
     with trace.call(8, "mpi"):
         trace.name("outer", 1)
-        with trace.section("key", "section", 2), trace.call(4, "shared"):
+        with trace.section("section", 2), trace.call(4, "shared"):
             trace.name("inner", 2)
     assert shown(listener.take(0)) == [("inner", "shared", 4), ("outer", "mpi", 8)]
 
@@ -389,12 +389,6 @@ def test_a_call_that_never_meets_the_others_has_none(trace, listener):
     with pytest.raises(ZeroDivisionError), trace.call(8, "mpi"):
         raise ZeroDivisionError
     assert listener.take(0) == []
-
-
-def test_long_waits_are_said_once_each(trace, listener):
-    for waited in (0.5, 1.5, 2.5, 0.1, 0.9, 1.1, 3.0):
-        trace.look("something", waited, 7)
-    assert [x["seconds"] for x in listener.take(0)] == ["1.500000", "1.100000"]
 
 
 def test_long_texts_and_those_of_several_lines(trace, listener):
