@@ -22,62 +22,26 @@ if TYPE_CHECKING or _native.core is None:
         """The call that a rank is in.
 
         Attributes:
-            timeout_seconds: how long a call that names no others waits; 0: forever.
+            call: that the rank is in, or made last.
+            previous_call: the one before.
+            timeout: how long this rank waits for the others in it, in seconds; 0:
+                forever.
+            timeout_seconds: the same, of calls that name no other time.
             sequence: the number of headers that have completed; the same on all ranks.
             blocked: whether a call may not begin before it has been checked.
-            _cut_off: whether an exception came in the middle of a call of the core.
+            cut_off: whether an exception came in the middle of a call of the core.
         """
 
-        _call: Call  # the call that this rank is in, or made last
-        _previous_call: Call  # the one before
-        _timeout: float  # how long this rank waits for the others in it
+        call: Call
+        previous_call: Call
+        timeout: float
         timeout_seconds: float
         sequence: int
         blocked: bool
-        _cut_off: bool = False
+        cut_off: bool = False
 
 else:
     CallState = _native.core.CallState
-
-
-class SectionStack:
-    """The sections that a rank is in, outermost first; see `sections`.
-
-    A section that some rank turns out not to be in is *deserted*: its calls raise.
-
-    Attributes:
-        error: what the calls of the innermost section raise; None: it is not deserted.
-    """
-
-    def __init__(self) -> None:
-        # Of each section: what its calls raise, because it is deserted; or None.
-        self._errors: list[BaseException | None] = []
-        self.error: BaseException | None = None
-
-    @property
-    def depth(self) -> int:
-        """How many sections this rank is in."""
-        return len(self._errors)
-
-    def enter(self) -> None:
-        """Enter a section; inside a deserted one it is deserted as well."""
-        self._errors.append(self.error)
-
-    def leave(self) -> bool:
-        """Leave the innermost section; return whether it was deserted."""
-        deserted = self._errors.pop() is not None
-        self.error = self._errors[-1] if self._errors else None
-        return deserted
-
-    def desert(self, depth: int, error: BaseException) -> None:
-        """Note that some rank is in ``depth`` sections only.
-
-        Args:
-            depth: the fewest sections that a rank is in.
-            error: what the calls of the others raise.
-        """
-        for level in range(depth, self.depth):
-            self._errors[level] = self.error = error
 
 
 class SharedState(CallState):
@@ -88,7 +52,8 @@ class SharedState(CallState):
         timeout_seconds: how long a rank waits for the others; 0: forever.
 
     Attributes:
-        sections: that the rank is in.
+        sections: of each that the rank is in, outermost first: what its calls raise,
+            because some rank turned out not to be in it; None: nothing. See `sections`.
         begun: the calls that were begun and end later; None: there were none.
         calls: tell the observers of the strategy's calls; None: it has none.
     """
@@ -103,40 +68,21 @@ class SharedState(CallState):
         self.timeout_seconds = timeout_seconds
         self.sequence = 0
         self.blocked = False
-        self.sections: SectionStack = SectionStack()
+        self.sections: list[BaseException | None] = []
         self.begun: BegunCalls | None = None
         self.calls: Calls | None = None
-        self._call = self._previous_call = Call("making the strategy")
-        self._timeout = timeout_seconds
+        self.call = self.previous_call = Call("making the strategy")
+        self.timeout = timeout_seconds
 
     @property
-    def call(self) -> Call:
-        """The call that this rank is in, or made last."""
-        return self._call
-
-    @property
-    def previous_call(self) -> Call:
-        """The call before."""
-        return self._previous_call
-
-    @property
-    def timeout(self) -> float:
-        """How long this rank waits for the others, in seconds; 0: forever."""
-        return self._timeout
+    def deserted(self) -> BaseException | None:
+        """What the calls of the innermost section raise, if some rank is not in it."""
+        return self.sections[-1] if self.sections else None
 
     @property
     def patience_ms(self) -> int:
         """How long calls wait that name no other time, in milliseconds; 0: forever."""
         return int(self.timeout_seconds * 1000)
-
-    def set_timeout(self, timeout: float | None) -> int:
-        """Set for how long this rank waits; return it in milliseconds.
-
-        Args:
-            timeout: in seconds; None: the strategy's; 0: forever.
-        """
-        self._timeout = self.timeout_seconds if timeout is None else timeout
-        return int(self._timeout * 1000)
 
     def settle(self) -> None:
         """Wait for the calls that were begun, before another one is made.

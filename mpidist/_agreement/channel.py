@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from mpidist import _native
 from mpidist._agreement.polling import YIELD_SECONDS, YIELD_SECONDS_FOR_DATA, poll
@@ -53,10 +53,16 @@ class LeftError(Exception):
         self.rank = rank
 
 
-Verdict = tuple[int, int, int, int, int]
-"""What all ranks have said: whether a flag is up; whether the calls are the same, and
-the values; whether all results are in arenas; the largest integer. A plain tuple, since
-the core makes one for every header."""
+class Verdict(NamedTuple):
+    """What all ranks have said; a channel has it as a plain tuple."""
+
+    flag: int
+    """Whether one is up."""
+    same_call: int
+    same_value: int
+    in_arenas: int
+    """Whether all results are in arenas."""
+    largest: int
 
 
 class Channel(Protocol):
@@ -71,8 +77,8 @@ class Channel(Protocol):
         """Whether this rank waits for the data behind a header, not for the header."""
 
     @property
-    def verdict(self) -> Verdict:
-        """What all ranks have said in the last header."""
+    def verdict(self) -> tuple[int, int, int, int, int]:
+        """What all ranks have said in the last header: a `Verdict`."""
 
     @property
     def headers(self) -> int:
@@ -148,11 +154,9 @@ class SelfChannel:
     who = -1
     moves = False
     pause: Callable[[float], None] | None = None
+    verdict: tuple[int, int, int, int, int] = (0, 1, 1, 0, 0)
+    headers = 0
     lateness = 0.0
-
-    def __init__(self) -> None:
-        self.headers: int = 0
-        self.verdict: Verdict = (0, 1, 1, 0, 0)
 
     def meet(self, flag: int, *header: int) -> int:
         """Return whether this rank has failed."""
@@ -188,17 +192,16 @@ class ExchangeChannel:
         exchange: of all ranks.
     """
 
+    who = -1
     moves = False
+    pause: Callable[[float], None] | None = None
+    verdict: tuple[int, int, int, int, int] = (0, 1, 1, 0, 0)
+    headers = 0
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._last = time.monotonic()
         self._request: Request | None = None
-        self.who = -1
-        self.pause: Callable[[float], None] | None = None
-        self.verdict: Verdict = (0, 1, 1, 0, 0)
-        self.headers: int = 0
-        """How many headers this rank has published."""
 
     @property
     def lateness(self) -> float:

@@ -40,6 +40,7 @@ from mpidist._agreement.channel import (
     Channel,
     LeftError,
     SelfChannel,
+    Verdict,
 )
 from mpidist._agreement.mismatch import Call, ErrorKind
 from mpidist._agreement.reports import Reports
@@ -139,8 +140,8 @@ class Guard(SharedState):
         """Have calls checked before they begin, if something may be in their way."""
         self.blocked = (
             self.breakdown.state is not State.USABLE
-            or self.sections.error is not None
-            or self._cut_off
+            or self.deserted is not None
+            or self.cut_off
             or (self.begun is not None and self.begun.unsettled)
         )
 
@@ -154,55 +155,45 @@ class Guard(SharedState):
             timeout: seconds to wait for the others; None: the strategy's.
         """
         if self.enabled:
-            self._agree(call, timeout=timeout)
+            self.agree_on(call, timeout=timeout)
         else:
             self.enter(call, timeout)
 
-    def agree_and_compare(
-        self, call: Call, value: int, timeout: float | None = None
-    ) -> bool:
-        """As `agree`; return whether ``value`` is the same on all ranks.
+    def agree_on(
+        self,
+        call: Call,
+        value: int = 0,
+        largest: int = 0,
+        *,
+        offset: int = NOWHERE,
+        timeout: float | None = None,
+    ) -> Verdict:
+        """As `agree`, also with the guard off; return what all ranks have said.
 
-        Also with the guard off, since the caller needs what it returns.
+        Args:
+            call: what this rank is about to do.
+            value: may differ: see `Verdict.same_value`.
+            largest: 0 or more; see `Verdict.largest`.
+            offset: of this rank's results in its arena; see `Verdict.in_arenas`.
+            timeout: seconds to wait for the others; None: the strategy's.
         """
-        self._agree(call, value, timeout=timeout)
-        return bool(self.channel.verdict[2])
-
-    def agree_on_largest(
-        self, call: Call, value: int, compared: int | None = None
-    ) -> tuple[int, bool]:
-        """As `agree`; return the largest ``value``, and whether all are the same.
-
-        Also with the guard off, since the caller needs what it returns. ``value`` is 0
-        or more. With ``compared``: whether all of those are the same instead.
-        """
-        self._agree(call, value if compared is None else compared, value)
-        verdict = self.channel.verdict
-        return verdict[4], bool(verdict[2])
-
-    def agree_offset(
-        self, call: Call, offset: int, timeout: float | None = None
-    ) -> bool:
-        """As `agree`, by the core; return whether all ranks have results in arenas.
-
-        ``offset`` is that of this rank's results in its arena, or `NOWHERE`.
-        """
-        self._agree(call, offset=offset, timeout=timeout)
-        return bool(self.channel.verdict[3])
+        with NOTHING if self.calls is None else self.observed(call):
+            if not self.exchange(call, 0, value, largest, offset, timeout):
+                raise self.reports.exchange(call)[0]
+        return Verdict._make(self.channel.verdict)
 
     def begin(self, call: Call, timeout: float | None = None) -> int:
-        """Say which call this rank is in, and how long it waits; see `set_timeout`."""
-        self._previous_call, self._call = self._call, call
-        # As `set_timeout`, without a call: this is in the path of every call.
-        self._timeout = self.timeout_seconds if timeout is None else timeout
-        return int(self._timeout * 1000)
-
-    def enter(self, call: Call, timeout: float | None = None) -> int:
-        """Begin a call whose header the caller exchanges itself, with a payload.
+        """Say which call this rank is in, and how long it waits.
 
         Returns:
             For how many milliseconds this rank waits for the others; 0: forever.
         """
+        self.previous_call, self.call = self.call, call
+        self.timeout = self.timeout_seconds if timeout is None else timeout
+        return int(self.timeout * 1000)
+
+    def enter(self, call: Call, timeout: float | None = None) -> int:
+        """Begin a call whose header the caller exchanges itself; return as `begin`."""
         if self.blocked:
             self._require_usable()
         if self.calls is not None:
@@ -220,24 +211,8 @@ class Guard(SharedState):
         Raises:
             BaseException: what the reports of all ranks show, if their calls differ.
         """
-        if status in _UNSETTLED:
-            status = self._settle_header(status, exchange)
-        self.sequence += 1
-        if status == DIFFERENT:
-            raise self.reports.exchange(self._call)[0]
-
-    def _agree(
-        self,
-        call: Call,
-        value: int = 0,
-        largest: int = 0,
-        offset: int = NOWHERE,
-        timeout: float | None = None,
-    ) -> None:
-        """Exchange a header; raise if the ranks do not make the same call."""
-        with NOTHING if self.calls is None else self.observed(call):
-            if not self.exchange(call, 0, value, largest, offset, timeout):
-                raise self.reports.exchange(call)[0]
+        if self._end_header(status, exchange) == DIFFERENT:
+            raise self.reports.exchange(self.call)[0]
 
     def exchange(
         self,
@@ -260,43 +235,44 @@ class Guard(SharedState):
             offset: of results in the arena of this rank.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        if self.blocked:
-            self._require_usable()
-        ms = self.begin(call, timeout)
+        ms = self.enter(call, timeout)
         meet, number = self.channel.meet, call.fingerprint
         try:
             status: int | None = meet(flag, number, value, largest, ms, offset)
         except BaseException as error:
             raise self.abandon(call, error) from error.__cause__
-        if status in _UNSETTLED:
-            again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
-            status = self._settle_header(status, again)
-        self.sequence += 1
-        return status == OK
+        again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
+        return self._end_header(status, again) == OK
 
-    def _settle_header(
+    def _end_header(
         self, status: int | None, exchange: Callable[[int], int]
     ) -> int | None:
-        """Return the status of a header, exchanged again while some rank was late."""
-        with self.payload():
-            while status == AGAIN:  # all ranks are known to be on the way
-                if self.breakdown.read_notices():
-                    raise self.breakdown.error()
-                status = exchange(int(self._timeout * 1000))
-            if status == LEFT:
-                raise LeftError(self.channel.who)
+        """Count a header, exchanged again while some rank was late; return its status.
+
+        Raises:
+            BaseException: what breaks the strategy off, if a rank has left.
+        """
+        if status in _UNSETTLED:
+            with self.payload():
+                while status == AGAIN:  # all ranks are known to be on the way
+                    if self.breakdown.read_notices():
+                        raise self.breakdown.error()
+                    status = exchange(int(self.timeout * 1000))
+                if status == LEFT:
+                    raise LeftError(self.channel.who)
+        self.sequence += 1
         return status
 
     def _require_usable(self) -> None:
         """Raise if this rank cannot make a collective call now."""
         self.settle()
         breakdown = self.breakdown
-        if self._cut_off and not breakdown.why:  # no frame was left for `abandon`
+        if self.cut_off and not breakdown.why:  # no frame was left for `abandon`
             self.abandon(None, RecursionError())
         if breakdown.why:
             raise breakdown.error()
-        if self.sections.error is not None:
-            raise self.sections.error
+        if self.deserted is not None:
+            raise self.deserted
         if breakdown.state is State.ALONE and self.before_call is not None:
             self.before_call()
         if breakdown.state is State.ALONE:
@@ -305,7 +281,7 @@ class Guard(SharedState):
     def check_late(self) -> None:
         """Raise if the others have given up on this rank while it was away."""
         breakdown = self.breakdown
-        if breakdown.why or self._cut_off:
+        if breakdown.why or self.cut_off:
             self.set_alone(False)
             self._require_usable()
         timeout = self.timeout_seconds
@@ -319,7 +295,7 @@ class Guard(SharedState):
         Args:
             call: what all ranks are in the middle of; None: the last call.
         """
-        return Payload(self.breakdown, (call or self._call).text)
+        return Payload(self.breakdown, (call or self.call).text)
 
     def abandon(self, call: Call | None, error: BaseException) -> BaseException:
         """Break off what all ranks are in the middle of; return what to raise.
@@ -330,7 +306,7 @@ class Guard(SharedState):
             call: what it is; None: the last call.
             error: what this rank raised in it: usually a signal's, or `LeftError`.
         """
-        return self.breakdown.abandon((call or self._call).text, error)
+        return self.breakdown.abandon((call or self.call).text, error)
 
     def interrupted(self, what: str, error: BaseException) -> bool:
         """Tell the others if an exception came to this rank from outside, in a call.
@@ -366,7 +342,7 @@ class Guard(SharedState):
         """
         usable = self.breakdown.state is State.USABLE
         told = isinstance(error, CollectiveError)  # all ranks have it already
-        if told or not (self.enabled and usable and self.sections.error is None):
+        if told or not (self.enabled and usable and self.deserted is None):
             return error
         with self.observed(call) as span:
             self.exchange(call, 1)
@@ -388,9 +364,9 @@ class Guard(SharedState):
     def enter_section(self) -> None:
         """Enter a section."""
         self.settle()
-        self.sections.enter()
+        self.sections.append(self.deserted)
 
     def leave_section(self) -> None:
         """Leave the innermost section."""
-        if self.sections.leave():
+        if self.sections.pop() is not None:
             self.update_blocked()

@@ -71,7 +71,7 @@ class Reports:
         with Payload(self._breakdown, call.text):
             self.failures += 1
             report = Report.of(self._comm.rank, call, error, kind)
-            report.depth, report.joining = sections.depth, joining
+            report.depth, report.joining = len(sections), joining
             if self.writes is not None:
                 report.written = self.writes.undo()
                 self.writes = None
@@ -80,12 +80,13 @@ class Reports:
             self.calls = {report.call for report in reports}
             found = judge(self._comm.rank, reports) if error is None else error
             as_told(found)
-            sections.desert(min(report.depth for report in reports), found)
-            self._shared.blocked |= sections.error is not None
+            for level in range(min(report.depth for report in reports), len(sections)):
+                sections[level] = found
+            self._shared.blocked |= self._shared.deserted is not None
             # All ranks are here now, whatever each was about to do: the only moment at
             # which an update that some of them did not make can be undone.
             written = sorted({key for report in reports for key in report.written})
             if written and self.repair is not None:
                 self.repair(written)
-        depth = sections.depth
-        return found, all(one.joining and one.depth == depth for one in reports)
+        same = all(one.joining and one.depth == len(sections) for one in reports)
+        return found, same

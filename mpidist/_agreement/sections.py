@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from mpidist._agreement.breakdown import State
-from mpidist._agreement.channel import AGAIN, NOWHERE, OK
+from mpidist._agreement.channel import AGAIN, NOWHERE, OK, Verdict
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, ErrorKind, fingerprint
 from mpidist._agreement.notices import AT_END
@@ -133,13 +133,12 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
             guard.begun.excuse()
         failure = guard.begun.drain()
         error = error or failure
-    sections = guard.sections
     if guard.blocked:
         if guard.broken:
             guard.breakdown.repeat_notice()
             return error or guard.breakdown.error()
-        if sections.error is not None:
-            return error or sections.error
+        if guard.deserted is not None:
+            return error or guard.deserted
     if not guard.enabled:
         return error
     try:
@@ -149,11 +148,11 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
             if error is None:
                 error, kind = found, "agreed"
             # At the ends of different sections there is nothing more to wait for.
-            if joined or sections.error is not None:
+            if joined or guard.deserted is not None:
                 return error
     except CollectiveTimeoutError as timeout:
         raise timeout from error  # which would be lost otherwise
-    if not guard.channel.verdict[2]:
+    if not Verdict._make(guard.channel.verdict).same_value:
         return guard.reports.exchange(Call(f"{call.text} -> {section.describe()}"))[0]
     return error
 

@@ -77,7 +77,7 @@ class Waits:
                 (None: the strategy's; 0: never).
         """
         shared = self._shared
-        shared.set_timeout(timeout)
+        shared.timeout = shared.timeout_seconds if timeout is None else timeout
         observed: contextlib.AbstractContextManager[object] = NOTHING
         if shared.calls is not None:
             observed = shared.calls.call(0, "mpi", what, shared.sequence + 1)
@@ -121,7 +121,7 @@ class Waits:
         Raises:
             CollectiveTimeoutError: at the deadline, or if another rank has given up.
         """
-        self._shared.set_timeout(None)
+        self._shared.timeout = self._shared.timeout_seconds
         self._awaited = missing
         try:
             return wait()

@@ -2,7 +2,7 @@
 
 A batch system sends a signal to a job some time before it kills it. Not all ranks get
 the signal, and not at the same step. So at each step all ranks agree, with a number in
-one header of the guard (`Guard.agree_on_largest`), whether one of them was signalled.
+one header of the guard (`Guard.agree_on`), whether one of them was signalled.
 If so, all save at that step, and exit.
 
 How a batch script learns that they have saved. The exit code does not tell: when the
@@ -186,7 +186,7 @@ class PreemptionCheckpointHandler:
         """
         call = objects_of(self._checkpoint).call("PreemptionCheckpointHandler")
         state = call.attempt(self._look)
-        state, _ = call.guard.agree_on_largest(Call(call.name), state)
+        state = call.guard.agree_on(Call(call.name), largest=state).largest
         if state != _GO_ON and self._told_at is None:
             self._told_at = time.monotonic()
         if state != _TIME_IS_UP:

@@ -274,7 +274,7 @@ def put(
             before.append((item, call.together(item.copy)))
             call.together(functools.partial(item.set, state))
         headers = guard.channel.headers
-        guard.agree_and_compare(Call(f"{call.name}, when all ranks are ready"), 0)
+        guard.agree_on(Call(f"{call.name}, when all ranks are ready"))
         assign()
     except BaseException as error:
         has_met = guard.channel.headers > headers

@@ -227,7 +227,8 @@ class ArenaGather:
         with guard.checking(self._call):
             rows = self.core.lengths()
             memory = self._reserve([sum(n) for n in zip(*rows, strict=True)])
-        if not guard.agree_offset(HAVE_MEMORY, memory.offset, timeout):
+        said = guard.agree_on(HAVE_MEMORY, offset=memory.offset, timeout=timeout)
+        if not said.in_arenas:
             return self._by_mpi.gather(sources, None, timeout)
         with guard.payload(self._call):
             if self.core.spread(sources) == LEFT:

@@ -162,7 +162,8 @@ class MpiGather(Plan):
             same = False
             if guard.enabled:
                 value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
-                same = guard.agree_and_compare(self.call, value, timeout)
+                said = guard.agree_on(self.call, value, timeout=timeout)
+                same = bool(said.same_value)
             else:
                 guard.agree(self.call)  # that the strategy can be used
             rows: list[Lengths] = [lengths] * comm.size

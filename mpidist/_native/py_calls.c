@@ -29,14 +29,14 @@ static void CallState_dealloc(CallState *self) {
 }
 
 static PyMemberDef CallState_members[] = {
-    {"_call", T_OBJECT_EX, offsetof(CallState, call), 0, "The call of this rank."},
-    {"_previous_call", T_OBJECT_EX, offsetof(CallState, previous), 0, "The call before."},
-    {"_timeout", T_OBJECT_EX, offsetof(CallState, timeout), 0, "Seconds; of the call."},
+    {"call", T_OBJECT_EX, offsetof(CallState, call), 0, "The call of this rank."},
+    {"previous_call", T_OBJECT_EX, offsetof(CallState, previous), 0, "The call before."},
+    {"timeout", T_OBJECT_EX, offsetof(CallState, timeout), 0, "Seconds; of the call."},
     {"timeout_seconds", T_OBJECT_EX, offsetof(CallState, usual_timeout), 0,
      "Seconds; of calls that name no others."},
     {"sequence", T_LONGLONG, offsetof(CallState, sequence), 0, "Headers that completed."},
     {"blocked", T_BOOL, offsetof(CallState, blocked), 0, "Whether no call may begin."},
-    {"_cut_off", T_BOOL, offsetof(CallState, cut_off), 0,
+    {"cut_off", T_BOOL, offsetof(CallState, cut_off), 0,
      "Whether an exception came in the middle of a call."},
     {NULL}};
 

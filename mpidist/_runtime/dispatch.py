@@ -68,7 +68,7 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
         interruptions.left(group, call or name, error)
         # Whoever catches it looks for their own code. Inside a section its end does
         # for ours.
-        if not group.guard.sections.depth and not debugging():
+        if not group.guard.sections and not debugging():
             error.__traceback__ = without_own_frames(error.__traceback__)
         raise
 

@@ -271,9 +271,9 @@ def _make_collectives(
     if environment.simulated_nodes != 1:
         text += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
     mine = pickle.dumps((finding, sums))
-    same = guard.agree_and_compare(mismatch.Call(text), fingerprint_of_bytes(mine))
+    said = guard.agree_on(mismatch.Call(text), fingerprint_of_bytes(mine))
     rows = [mine] * communicator.size
-    if not same:
+    if not said.same_value:
         rows = communicator.all_gather_objects(mine)
     findings, all_sums = zip(*map(pickle.loads, rows), strict=True)
     if not bits.are_same(all_sums):

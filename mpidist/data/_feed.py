@@ -240,7 +240,7 @@ class Feed:
         ``checksum`` is that of this rank's batch; 0: its input has ended.
         """
         asked = Call(f"{call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
-        if not self.group.guard.agree_and_compare(asked, checksum):
+        if not self.group.guard.agree_on(asked, checksum).same_value:
             text = self._differing(
                 what,
                 checksum,

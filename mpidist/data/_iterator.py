@@ -184,7 +184,7 @@ class DistributedIterator(PositionedIterator):
                     if feed.policy is not None:
                         raise
                     short, stream = error, iter(())  # others may have longer inputs
-            longest, _ = guard.agree_on_largest(Call(text), int(short is None))
+            longest = guard.agree_on(Call(text), 0, int(short is None)).largest
             if short is not None and not longest:
                 raise short
         except BaseException:
@@ -232,7 +232,7 @@ class DistributedIterator(PositionedIterator):
         try:
             piece, call, own = self._next_piece(guard)
             number = 0 if piece is None else piece.rows + 1
-            most, same = guard.agree_on_largest(call, number)
+            _, _, same, _, most = guard.agree_on(call, number, number)
         except Exception:
             if guard.reports.failures > failures or feed.group.num_replicas == 1:
                 self._leave_out(guard.reports.calls)

@@ -357,8 +357,8 @@ class Plan:
 def all_reduce_of(me: Rank, shape: tuple[int, ...]) -> tuple[Any, Any, Plan]:
     """Return an `ArrayCall` with one plan, its state, and the plan."""
     state, plan = core.CallState(), Plan()
-    state._call = state._previous_call = "earlier"
-    state._timeout, state.timeout_seconds = 1.0, 7.0
+    state.call = state.previous_call = "earlier"
+    state.timeout, state.timeout_seconds = 1.0, 7.0
     reduce = core.Reduce(me.channel, [("f4", "SUM", shape, 0)], AREA, 99, 60_000)
     entry = core.ArrayCall(state, lambda *args, **names: ("other", args, names), 1)
     entry.keep("SUM", np.empty(shape, np.float32), reduce, "this", plan)
@@ -373,9 +373,9 @@ def test_a_small_array_is_reduced_without_python() -> None:
             found = entry("SUM", x, *options)
             assert found.tolist() == [[3] * 3] * 2
             assert found.dtype == np.float32
-        assert (state.sequence, state._call) == (2, "this")
-        assert state._previous_call == "this"
-        assert (state._timeout, plan.ended, me.channel.headers) == (7.0, [], 2)
+        assert (state.sequence, state.call) == (2, "this")
+        assert state.previous_call == "this"
+        assert (state.timeout, plan.ended, me.channel.headers) == (7.0, [], 2)
         return "ok"
 
     assert run(2, body) == ["ok", "ok"]
@@ -425,7 +425,7 @@ def test_other_calls_are_for_python() -> None:
 def test_a_small_array_is_gathered_without_python() -> None:
     def body(me: Rank) -> str:
         state, plan = core.CallState(), Plan()
-        state._call = state._timeout = state.timeout_seconds = 1
+        state.call = state.timeout = state.timeout_seconds = 1
         other = "other"
         entry = core.ArrayCall(state, lambda *args: other, 0)
         assert entry(np.zeros(3), 0) == other

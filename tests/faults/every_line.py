@@ -360,7 +360,7 @@ def inject(program: Program, rank: int, number: int, error: BaseException) -> Re
 def differences(program: Program) -> str:
     """Return what is not the same on all ranks."""
     guard = group_of(program.strategy).guard
-    mine = (program.v.numpy().tobytes(), guard.sequence, guard.sections.depth)
+    mine = (program.v.numpy().tobytes(), guard.sequence, len(guard.sections))
     mine = (*mine, group_of(program.strategy).registry.count)
     rows = everywhere(mine)
     return "" if len(set(rows)) == 1 else f"the ranks differ: {rows}"
