@@ -7,10 +7,11 @@ cooperation, and the first waiting rank of the same machine sends that signal an
 the file (``/proc/<pid>/fd``). If it does not answer, the message has what Linux says
 about the process: it was stopped, for example.
 
+Linux gives a signal of a process to its main thread, if that does not block it.
+
 Sending is safe: a signal goes only to a process that catches it. The handler stays
 until the process ends, since others may ask late. Python repeats system calls that it
-has interrupted. With more than a hundred threads, faulthandler stops before the main
-one.
+has interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ from mpidist._base.machine import boot_id, status_of
 _OFFSET: Final = 13
 _ANSWER_SECONDS: Final = 0.5
 _SETTLE_SECONDS: Final = 0.02
-_QUIET_READS: Final = 5  # it is written piece by piece, the main thread last
+_QUIET_READS: Final = 5  # it is written piece by piece
 _MOST_RANKS: Final = 4  # that are asked, of all machines together
 _FEWEST_LINES: Final = 3  # of one that is asked
 _STATES: Final = {
@@ -45,8 +45,6 @@ _STATES: Final = {
     "": "its process has ended",
     "D": "its process is in the kernel, waiting for a disk or a network file system",
 }
-_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*\n", re.M)
-
 _OURS: Final = f'File "{Path(__file__).parents[1]}{os.sep}'
 
 _file = -1  # of this process, once it answers
@@ -62,7 +60,6 @@ class Process:
         file: the descriptor of its file; -1: it does not answer.
         host: the name of the machine.
         start: when it began, in ticks of the machine's clock; -1: unknown.
-        main_thread: identifies its main thread, as `threading.get_ident` does.
     """
 
     machine: str
@@ -70,7 +67,6 @@ class Process:
     file: int
     host: str
     start: int = -1
-    main_thread: int = 0
 
 
 def look() -> dict[str, Any]:
@@ -81,7 +77,6 @@ def look() -> dict[str, Any]:
         "pid": os.getpid(),
         "stack_file": _answer_signals(),
         "start": status.start if status else -1,
-        "main_thread": threading.main_thread().ident or 0,
     }
 
 
@@ -99,7 +94,7 @@ class Stacks:
 
     def __init__(self, rank: int, said: list[dict[str, Any]]) -> None:
         self._rank = rank
-        keys = ("namespace", "pid", "stack_file", "host", "start", "main_thread")
+        keys = ("namespace", "pid", "stack_file", "host", "start")
         self.processes: list[Process] = [
             Process(*(one[key] for key in keys)) for one in said
         ]
@@ -178,7 +173,7 @@ def _answer_signals() -> int:
         if signal.getsignal(_signal()) is not signal.SIG_DFL or _catches(os.getpid()):
             return -1  # the program uses it
         file = os.memfd_create("mpidist-stack")
-        faulthandler.register(_signal(), file=file, all_threads=True, chain=False)
+        faulthandler.register(_signal(), file=file, all_threads=False, chain=False)
         _file = file
     except (OSError, ValueError, RuntimeError):
         return -1
@@ -213,26 +208,16 @@ def ask(process: Process) -> str:
                 quiet = 0 if more else quiet + 1
     except OSError:  # it has ended
         return ""
-    return _frames_of(process.main_thread, answer.decode("utf-8", "replace"))
+    return _frames_in(answer.decode("utf-8", "replace"))
 
 
-def _frames_of(thread: int, text: str) -> str:
-    """Return the frames of a thread in what `faulthandler` has written.
+def _frames_in(text: str) -> str:
+    """Return the frames in what `faulthandler` has written, after its title.
 
     Args:
-        thread: identifies it.
         text: perhaps not all of it: a process may end while it writes.
-
-    Returns:
-        "" if the thread is not in it.
     """
-    _, *parts = _THREAD.split(text[: text.rfind("\n") + 1])
-    found = [
-        part
-        for ident, part in zip(parts[::2], parts[1::2], strict=True)
-        if int(ident, 16) == thread
-    ]
-    frames = found[-1].rstrip().splitlines() if found else []
+    frames = text[: text.rfind("\n") + 1].splitlines()[1:]
     own = [line for line in frames if _OURS not in line]  # as in tracebacks
     if own and not debugging():
         frames = own
