@@ -25,7 +25,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from mpidist._agreement import mismatch, polling
 from mpidist._base import threads
@@ -36,23 +36,6 @@ _AnyCall: TypeAlias = "CollectiveHandle[Any]"
 
 # How long a rank that is interrupted waits for its thread, which looks every 50 ms.
 _STOP_SECONDS: Final = 5.0
-
-
-class _Guard(Protocol):
-    """What begun calls need of a `Guard`."""
-
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def broken(self) -> str: ...
-
-    def interrupted(self, what: str, error: BaseException) -> bool: ...
-
-    def update_blocked(self) -> None: ...
-
-    @property
-    def calls(self) -> Calls | None: ...
 
 
 class CollectiveHandle(Generic[_T]):
@@ -67,14 +50,14 @@ class CollectiveHandle(Generic[_T]):
 
     def __init__(
         self,
-        guard: _Guard,
+        guard: Any,
         name: str,
         make: Callable[[], _T],
         warns: bool,
         check: Callable[[], None] | None,
     ) -> None:
         """Hold a call; `BegunCalls.begin` makes them."""
-        self._guard = guard
+        self._guard = guard  # a `Guard`, which is defined above this file
         self._name = name
         self._make: Callable[[], _T] | None = make
         self._site = mismatch.user_site() if warns else None
@@ -115,8 +98,8 @@ class CollectiveHandle(Generic[_T]):
             if self._calls is not None:
                 self._calls.wait_for(self)
             if self._error is not None:
-                if self._calls is not None:
-                    self._calls.forget_failure()
+                if self._calls is not None and self._calls.failure is not None:
+                    self._calls.drain()
                 raise self._error
             if self._check is not None:
                 check, self._check = self._check, None
@@ -196,12 +179,12 @@ class BegunCalls:
         generation: of handles; those from before a failure do not warn.
     """
 
-    def __init__(self, guard: _Guard) -> None:
+    def __init__(self, guard: Any) -> None:
         self._guard = weakref.proxy(guard)  # which has this object
         self._queue: queue.SimpleQueue[_AnyCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Weakly: the queue, then the thread, keep a call until it has ended.
-        self._last: Callable[[], _AnyCall | None] = _nothing
+        self._last: Callable[[], _AnyCall | None] = lambda: None
         self._awaited = False  # the program waits, and computes nothing
         self._stop: BaseException | None = None
         self.unsettled: bool = False
@@ -227,29 +210,21 @@ class BegunCalls:
             return
         try:
             if self._thread is None:
-                self._thread = self._start_thread()
+                replica, observed = threads.current(), self._guard.calls
+                thread = threading.Thread(
+                    target=_work,
+                    args=(self._queue, replica, weakref.ref(self), observed),
+                    name="mpidist communication",
+                    daemon=True,
+                )
+                thread.start()
+                self._thread = thread
             self._last = weakref.ref(call)
             self._set_unsettled(True)
             self._queue.put(call)
         except BaseException as error:  # of a signal; the thread may not have it
             call._end(error)
             raise
-
-    def _start_thread(self) -> threading.Thread:
-        """Return a thread that makes the calls; the system may refuse one."""
-        thread = threading.Thread(
-            target=_work,
-            args=(
-                self._queue,
-                threads.current(),
-                weakref.ref(self),
-                self._guard.calls,
-            ),
-            name="mpidist communication",
-            daemon=True,
-        )
-        thread.start()
-        return thread
 
     def _set_unsettled(self, unsettled: bool) -> None:
         if self.unsettled is not unsettled:
@@ -288,27 +263,18 @@ class BegunCalls:
         if self.is_own_thread():
             return None
         self._wait_for_last()
-        self._last = _nothing
+        self._last = lambda: None
         self._set_unsettled(False)
         failure, self.failure = self.failure, None
         if failure is not None:
             self.generation += 1
         return failure
 
-    def forget_failure(self) -> None:
-        """Go on after a failure that is about to be raised."""
-        if self.failure is not None:
-            self.drain()
-
     def excuse(self) -> None:
         """Have no handle warn that there is now: the program raises an exception."""
         self.generation += 1
 
     # --- what the thread does in a wait -------------------------------------------
-
-    def is_calm(self) -> bool:
-        """Return whether a wait may sleep: the program computes, and needs the core."""
-        return not self._awaited
 
     def stop(self, error: BaseException) -> None:
         """End the calls that were begun: an exception has come to the program.
@@ -325,7 +291,7 @@ class BegunCalls:
         error.__traceback__ = trace
         if last.done():
             self._stop = None
-        self._last = _nothing
+        self._last = lambda: None
         self.drain()
         self.generation += 1
 
@@ -340,10 +306,6 @@ class BegunCalls:
         self._queue.put(None)
 
 
-def _nothing() -> None:
-    """Return nothing, as a weak reference to what has ended."""
-
-
 def _work(
     calls: queue.SimpleQueue[_AnyCall | None],
     replica: threads.ThreadReplica | None,
@@ -354,7 +316,7 @@ def _work(
 
     def is_calm() -> bool:
         begun = owner()
-        return begun is None or begun.is_calm()
+        return begun is None or not begun._awaited  # the program computes
 
     polling.here.calm = is_calm
     if observed is not None:

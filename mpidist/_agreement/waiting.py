@@ -231,8 +231,8 @@ class Waits:
         if self._stacks is not None:
             waiting, missing = notices.waiting_and_missing(wait)
             left = _MOST_LINES - text.count("\n") - 1
-            if text := self._stacks.report(waiting, missing, left):
-                reporting.warn(f"mpidist: {text}")
+            if where := self._stacks.report(waiting, missing, left):
+                reporting.warn(f"mpidist: {where}")
 
     def ask_missing_ranks(self, stacks: Stacks) -> None:
         """Look whether the other ranks live, and where those are that are missing."""

@@ -59,21 +59,15 @@ class Frame:
     sync_on_read: bool = False
 
 
-class _Frames:
-    """The frames of one thread, as other threads see them."""
-
-    __slots__ = ("__weakref__", "frames")
-
-    def __init__(self, frames: list[Frame]) -> None:
-        self.frames = frames
+class _Frames(list[Frame]):
+    """The frames of one thread: a list to which there can be weak references."""
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames = _threads[threading.get_ident()] = _Frames()
         self.scope_is_global = False
         self.used = False
-        self._seen = _threads[threading.get_ident()] = _Frames(self.frames)
 
 
 _threads: weakref.WeakValueDictionary[int, _Frames] = weakref.WeakValueDictionary()
@@ -94,12 +88,11 @@ def current() -> Frame:
 
 def entered_elsewhere() -> ReplicaGroup | None:
     """Return a group of several replicas that another thread has entered, if any."""
-    own = _stack.frames
     for reference in _threads.valuerefs():
-        thread = reference()
-        if thread is None or thread.frames is own:
+        frames = reference()
+        if frames is None or frames is _stack.frames:
             continue
-        for frame in list(thread.frames):
+        for frame in list(frames):
             if frame.group.num_replicas > 1:
                 return frame.group
     return None
