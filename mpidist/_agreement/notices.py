@@ -214,11 +214,6 @@ class Notices:
             missing = sorted(set().union(*awaited) - set(waiting)) or missing
         return [rank for rank in waiting if rank not in missing], missing
 
-    def is_first_to_report(self, wait: Wait) -> bool:
-        """Whether this rank is the one that tells the user who is missing."""
-        waiting, missing = self.waiting_and_missing(wait)
-        return bool(missing) and waiting[:1] == [self._comm.rank]
-
     def describe(self, wait: Wait, waited: float) -> str:
         """Return who waits for whom, for messages."""
         waiting, missing = self.waiting_and_missing(wait)

@@ -17,11 +17,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from mpidist._agreement.breakdown import Breakdown, State
 from mpidist._agreement.call_state import SharedState
-from mpidist._agreement.channel import OK, Channel
+from mpidist._agreement.channel import Channel
 from mpidist._agreement.notices import Wait
 from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll
 from mpidist._agreement.stacks import Stacks
@@ -31,6 +31,7 @@ from mpidist._mpi.any_communicator import AnyCommunicator, Request
 from mpidist._mpi.buffers import Transfer
 from mpidist._timeline.observer import NOTHING
 
+_T = TypeVar("_T")
 _MOST_LINES: Final = 20  # of a report
 
 
@@ -54,6 +55,7 @@ class Waits:
         breakdown: Breakdown,
         stall_seconds: float,
     ) -> None:
+        self._comm = comm
         self._shared = shared
         self._breakdown = breakdown
         self._stall = stall_seconds
@@ -98,24 +100,21 @@ class Waits:
                 `timeout_seconds`.
         """
 
-        def wait() -> int:
+        def wait() -> None:
             poll(
                 transfer,
                 lambda waited: self.look(self._data(), waited),
                 yield_seconds=YIELD_SECONDS_FOR_DATA,
             )
-            return OK
 
         self.wait_step(wait, list)  # MPI does not say whose data is missing
 
-    def wait_step(
-        self, wait: Callable[[], int], missing: Callable[[], list[int]]
-    ) -> int:
+    def wait_step(self, wait: Callable[[], _T], missing: Callable[[], list[int]]) -> _T:
         """Wait for a step of the data of the last call.
 
         Args:
-            wait: waits, and returns a status; such as that of a channel that was given
-                to `watch`, for the memory of one node.
+            wait: waits; such as that of a channel that was given to `watch`, for the
+                memory of one node. What it returns is returned.
             missing: returns the ranks that have not made the step.
 
         Raises:
@@ -226,10 +225,10 @@ class Waits:
         """Tell the user which ranks are missing, and where they are."""
         notices = self._breakdown.notices
         text = notices.describe(wait, waited)
-        if notices.is_first_to_report(wait):
+        waiting, missing = notices.waiting_and_missing(wait)
+        if missing and waiting[:1] == [self._comm.rank]:  # the first one that waits
             reporting.warn(f"mpidist: {text}")
         if self._stacks is not None:
-            waiting, missing = notices.waiting_and_missing(wait)
             left = _MOST_LINES - text.count("\n") - 1
             if where := self._stacks.report(waiting, missing, left):
                 reporting.warn(f"mpidist: {where}")

@@ -108,8 +108,9 @@ _Function = Callable[[], Any]
 _last_calls: Final[threads.ReplicaLocal[list[_Function]]] = threads.ReplicaLocal(list)
 _hooks: list[_Hook] = []
 _making = False  # a strategy is being created, or creating it has failed
-_ended_by_signal = False  # the only process of a job
-_code_at_end = 0  # that of this process, if a function of `before_end` has failed
+# That of this process, if a function of `before_end` has failed, or by a signal, if it
+# is the only one of a job.
+_code_at_end = 0
 _has_begun = False  # a strategy has been made
 
 
@@ -236,7 +237,7 @@ def _end_program(
     trace: TracebackType | None,
 ) -> None:
     """End the job because of an uncaught exception."""
-    global _ended_by_signal
+    global _code_at_end
     hints.add_hint(error)
     rank = job_end.rank_of_job()
     interrupt = termination.cause_of(error)
@@ -244,7 +245,7 @@ def _end_program(
         exit_code.note(1 if interrupt is None else termination.exit_code(interrupt))
         # As for a program without MPI, if Ctrl-C came from a terminal.
         if interrupt is not None and termination.came_from_launcher(interrupt):
-            _ended_by_signal = True
+            _code_at_end = termination.exit_code(interrupt)
             line = f"mpidist: {termination.describe(interrupt)}\n"
             termination.tell(line, interrupt)
         else:
@@ -326,24 +327,22 @@ def leave(code: Any) -> None:
 def _end() -> None:
     """End without MPI_Finalize if it might hang for a lost rank, or is not ours."""
     termination.remove()  # Python handles no signal in MPI_Finalize, which may be long
-    # The program may have ended MPI itself.
-    if not library.is_forbidden() and (library.world_rank() is not None or _has_begun):
-        job_end.tell_launcher()
-    fails = _ended_by_signal or bool(_code_at_end)
-    finalizes = fails and not library.is_forbidden()
-    if not finalizes and not (
-        library.is_forbidden()
-        or any(one.misses_ranks for one in job_end.breakdowns())
-        or (library.world_rank() is not None and survival.end())
-    ):
-        if library.world_rank() is not None and survival.is_on():
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_FINALIZE_SECONDS)
-        if not reporting.is_stuck():
-            return
-        finalizes = True
+    is_rank = library.world_rank() is not None
+    misses = any(one.misses_ranks for one in job_end.breakdowns())
+    finalizes = False
+    if not library.is_forbidden():
+        if is_rank or _has_begun:  # the program may have ended MPI itself
+            job_end.tell_launcher()
+        finalizes = bool(_code_at_end)
+        if not (finalizes or misses or (is_rank and survival.end())):
+            if is_rank and survival.is_on():
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(_FINALIZE_SECONDS)
+            if not reporting.is_stuck():
+                return
+            finalizes = True
     _flush()
-    if any(one.misses_ranks for one in job_end.breakdowns()):
+    if misses:
         job_end.tell_launcher(job_end.GAVE_UP)
     code = exit_code.of_process() or _code_at_end
     if finalizes:

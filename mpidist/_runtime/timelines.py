@@ -36,31 +36,30 @@ _PATIENCE_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.05
 
 
-class _Recording:
+class _Recording(Recorder):
     """A timeline that is being recorded.
 
     Args:
         path: of the timeline.
 
     Attributes:
-        recorder: writes the part of this process.
         guards: of the strategies that were made meanwhile, with their numbers of ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.recorder = Recorder(path)
+        super().__init__(path)
         self.guards: list[tuple[int, weakref.ref[Guard]]] = []
 
     def end(self) -> None:
         """Close the part; see that all ranks have, and merge them."""
-        self.recorder.close()
+        self.close()
         # The same on all ranks: each may have others with fewer ranks.
         for _, reference in sorted(self.guards, key=lambda pair: -pair[0]):
             guard = reference()
             if guard is not None and not guard.closed and not guard.broken:
                 guard.agree(Call("the end of mpidist.timeline"))
                 break
-        _merge(self.recorder)
+        _merge(self)
 
 
 _blocks: Final = threads.ReplicaLocal[list[_Recording]](list)
@@ -97,13 +96,13 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except BaseException:
         blocks.remove(recording)
-        recording.recorder.close()  # its part stays: the ranks may be anywhere
+        recording.close()  # its part stays: the ranks may be anywhere
         raise
     blocks.remove(recording)
     if not recording.guards:
         warnings.warn(
             "mpidist.timeline: no MPIStrategy was made in the block, so nothing was "
-            f"recorded in {recording.recorder.path}; make it inside",
+            f"recorded in {recording.path}; make it inside",
             stacklevel=3,
         )
         return
@@ -126,8 +125,8 @@ def observe(communicator: Communicator, environment: Environment) -> Calls | Non
     if environment.trace:
         observers.append(Lines(rank, size, number, begins=environment.trace > 1))
     if recording is not None:
-        recording.recorder.add_strategy(number, communicator.identity, rank, size)
-        observers.append(recording.recorder)
+        recording.add_strategy(number, communicator.identity, rank, size)
+        observers.append(recording)
     return Calls(observers, number)
 
 
@@ -146,7 +145,7 @@ def begin(path: str, communicator: Communicator, guard: Guard) -> None:
     if recording is not None:
         is_thread = threads.current() is not None
         rank = communicator.machine_rank if is_thread else library.world_rank()
-        recording.recorder.open(rank or 0)
+        recording.open(rank or 0)
         recording.guards.append((communicator.size, weakref.ref(guard)))
 
 
@@ -156,15 +155,15 @@ def _recording_now(path: str) -> _Recording | None:
         return blocks[-1]
     if path and not _of_program:
         _of_program.append(_Recording(path))
-        atexit.register(_of_program[0].recorder.close)  # before the ranks meet
+        atexit.register(_of_program[0].close)  # before the ranks meet
     return _of_program[0] if path else None
 
 
-def _merge(recorder: Recorder) -> None:
+def _merge(recording: _Recording) -> None:
     """Merge the parts into one file, if this is rank 0."""
-    if recorder.rank != 0:
+    if recording.rank != 0:
         return
-    path = recorder.path
+    path = recording.path
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:
         while not files.are_complete(parts := files.read_parts(path)):
@@ -191,7 +190,7 @@ def _end_program() -> None:
         guards = [reference() for _, reference in recording.guards]
         broken = [g for g in guards if g is not None and g.broken and not g.closed]
         if not broken:
-            _merge(recording.recorder)
+            _merge(recording)
 
 
 # Functions of atexit are called in reverse, and that of `process_exit`, which may end

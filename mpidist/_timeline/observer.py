@@ -175,12 +175,7 @@ class Calls:
                     returns(span, result)
                 return result
 
-        @functools.wraps(function)
-        def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with opens(self, *args, **kwargs):
-                yield from function(*args, **kwargs)
-
-        return generate if inspect.isgeneratorfunction(function) else call  # type: ignore[return-value]  # the same type
+        return call  # type: ignore[return-value]  # the same type
 
     @contextlib.contextmanager
     def call(
