@@ -180,7 +180,7 @@ class Guard(SharedState):
         with NOTHING if self.calls is None else self.observed(call):
             if not self.exchange(call, 0, value, largest, offset, timeout):
                 raise self.reports.exchange(call)[0]
-        return Verdict._make(self.channel.verdict)
+        return Verdict(*self.channel.verdict)
 
     def begin(self, call: Call, timeout: float | None = None) -> int:
         """Say which call this rank is in, and how long it waits.

@@ -152,7 +152,7 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
                 return error
     except CollectiveTimeoutError as timeout:
         raise timeout from error  # which would be lost otherwise
-    if not Verdict._make(guard.channel.verdict).same_value:
+    if not Verdict(*guard.channel.verdict).same_value:
         return guard.reports.exchange(Call(f"{call.text} -> {section.describe()}"))[0]
     return error
 
