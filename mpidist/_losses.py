@@ -7,22 +7,23 @@ divides its loss by the number of rows of the whole step.
 from __future__ import annotations
 
 import contextlib
-import operator
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
 from mpidist._base import backend, guests, nest
+from mpidist._base.expect import as_int, as_row_weights, expect
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
-from mpidist._values.distributed import PerReplica
+from mpidist._values.distributed import PerReplica, is_per_replica
 
 _SIZE = "global_batch_size"
 _LOSS = "compute_average_loss"
 _PENALTY = "scale_regularization_loss"
+_WRITE = "write `mpidist.global_batch_size(batch)`, or None to compute it"
 
 
 def global_batch_size(batch: Nest) -> int:
@@ -157,10 +158,13 @@ def compute_average_loss(
                 f"{_LOSS}: expected one loss per example, got {losses.dtype} (); leave "
                 "out the mean over the examples"
             )
-        if sample_weight is not None:
-            losses = losses * _expand(sample_weight, losses)
+        if backend.is_number(sample_weight):  # it does not change the dtype
+            losses = losses * sample_weight
+        elif sample_weight is not None:
+            cast = not is_guest and backend.number_kind(losses.dtype) == "f"
+            losses = losses * row_factors(sample_weight, losses, _LOSS, cast)
         if not ask:
-            total = _as_rows(global_batch_size)
+            total = as_int(_LOSS, _SIZE, global_batch_size, least=0, hint=_WRITE)
     if ask:
         total = _sum_of_rows(group, losses)
     if is_guest:  # by functions of its library, also of no rows: the 0 has a gradient
@@ -209,41 +213,46 @@ def scale_regularization_loss(regularization_loss: Nest) -> Nest:
     return _share(loss, frame.group.num_replicas)
 
 
-def _expand(sample_weight: Nest, losses: Any) -> Any:
-    """Return the weights in the library of the losses, with as many axes."""
-    weights, library = sample_weight, guests.kind_of(losses)
-    if library is None or guests.kind_of(weights) != library:
-        array, kind = backend.as_array(_listed(weights, _LOSS), _LOSS)
-        if kind == "number" or (library is None and not array.shape):
-            return array.item()  # which does not change the dtype of the losses
-        weights = array if library is None else guests.restore(array.copy(), library)
-    own, shape = tuple(weights.shape), tuple(losses.shape)
-    if own != shape[: len(own)]:
-        raise ValueError(
-            f"{_LOSS}: expected `sample_weight` to be a number, or of shape "
-            f"{shape} or its leading axes, got {weights.dtype} {own}"
-        )
-    weights = weights.reshape(own + (1,) * (len(shape) - len(own)))
-    is_float = library is None and backend.number_kind(losses.dtype) == "f"
-    return weights.astype(losses.dtype) if is_float else weights
+def own_array(x: Nest, call: str) -> Any:
+    """Return an array of NumPy or CuPy."""
+    what = "an array, as each replica has one"
+    hint = "call it in the function that you pass to `strategy.run`"
+    expect(not is_per_replica(x), call, what, x, hint)
+    x = np.asarray(x) if isinstance(x, (list, tuple)) else x
+    return backend.as_array(x, call)[0]
 
 
-def _as_rows(rows: object) -> int:
-    def refuse(kind: type[Exception]) -> NoReturn:
-        raise kind(
-            f"{_LOSS}: expected `global_batch_size` to be an int, 0 or more, got "
-            f"{rows!r}; write `mpidist.global_batch_size(batch)`, or None to compute it"
-        )
+def like(x: Nest, other: Any, call: str, cast: bool = True) -> Any:
+    """Return an array in the library, on the device and in the dtype of another."""
+    kind = guests.kind_of(other)
+    if kind is None or guests.kind_of(x) != kind:
+        x = own_array(x, call)
+        if kind is None:
+            expect_real(x, call)
+            x = backend.like(other, x) if isinstance(x, np.ndarray) else x
+            return x.astype(other.dtype) if cast else x
+        x = guests.restore(x.copy(), kind)
+    expect_real(x, call)
+    if kind == "torch":
+        return x.to(other if cast else other.device)
+    return x.astype(other.dtype) if cast else x
 
-    if isinstance(rows, bool) or not isinstance(rows, SupportsIndex):
-        refuse(TypeError)
-    try:
-        number = operator.index(rows)
-    except TypeError:  # an array of floats, or of several numbers
-        refuse(TypeError)
-    if number < 0:
-        refuse(ValueError)
-    return number
+
+def expect_real(x: Any, call: str) -> None:
+    """Raise a TypeError if an array of any library has complex numbers."""
+    expect("complex" not in str(x.dtype), call, "real numbers", x)
+
+
+def row_factors(sample_weight: Nest, losses: Any, call: str, cast: bool = True) -> Any:
+    """Return weights of rows in the library of the losses, with as many axes.
+
+    Raises:
+        TypeError, ValueError: if they are not numbers, or of another shape.
+    """
+    weights = like(sample_weight, losses, call, cast)
+    weights = as_row_weights(call, sample_weight, weights, tuple(losses.shape))
+    after = losses.ndim - weights.ndim
+    return weights.reshape(tuple(weights.shape) + (1,) * after)
 
 
 def _listed(x: Nest, call: str) -> Nest:

@@ -6,9 +6,10 @@ import math
 from collections import abc
 from typing import Any, ClassVar
 
-from mpidist._base.expect import as_row_weights, expect
+from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
+from mpidist._losses import own_array, row_factors
 from mpidist._runtime import context
 from mpidist.losses._functions import (
     binary_crossentropy,
@@ -26,10 +27,8 @@ from mpidist.losses._pairs import (
     check_smoothing,
     clipped,
     inside,
-    like,
     log_softmax,
     one_hot,
-    own_array,
     pair,
     smooth,
     widened,
@@ -119,11 +118,7 @@ class Loss:
         """Return what each row is multiplied by; None: nothing."""
         if sample_weight is None:
             return None
-        kind = type(self).__name__
-        weights = like(sample_weight, losses, kind)
-        weights = as_row_weights(kind, sample_weight, weights, tuple(losses.shape))
-        after = losses.ndim - weights.ndim
-        return weights.reshape(tuple(weights.shape) + (1,) * after)
+        return row_factors(sample_weight, losses, type(self).__name__)
 
     def _divisor(self, losses: Any) -> int:
         """Return the number of rows for a mean, else 1."""

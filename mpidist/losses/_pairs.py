@@ -10,7 +10,7 @@ import numpy as np
 from mpidist._base import backend, guests
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
-from mpidist._values.distributed import is_per_replica
+from mpidist._losses import expect_real, like, own_array
 
 _EPSILON = 1e-7
 
@@ -43,15 +43,6 @@ def widened(x: Any) -> Any:
     return cast(x, guests.library("torch").float32 if torch else np.float32)
 
 
-def own_array(x: Nest, call: str) -> Any:
-    """Return an array of NumPy or CuPy."""
-    what = "an array, as each replica has one"
-    hint = "call it in the function that you pass to `strategy.run`"
-    expect(not is_per_replica(x), call, what, x, hint)
-    x = np.asarray(x) if isinstance(x, (list, tuple)) else x
-    return backend.as_array(x, call)[0]
-
-
 def _as_floats(x: Nest, call: str) -> tuple[Any, Any]:
     """Return an array of floats, and the library that computes with it."""
     kind = guests.kind_of(x)
@@ -65,28 +56,8 @@ def _as_floats(x: Nest, call: str) -> tuple[Any, Any]:
             default = xp.get_default_dtype()
         else:
             xp = xp.numpy
-    _expect_real(array, call)
+    expect_real(array, call)
     return array if "float" in _name(array) else cast(array, default), xp
-
-
-def _expect_real(x: Any, call: str) -> None:
-    expect(not _name(x).startswith("complex"), call, "real numbers", x)
-
-
-def like(x: Nest, other: Any, call: str, cast: bool = True) -> Any:
-    """Return an array in the library, on the device and in the dtype of another."""
-    kind = guests.kind_of(other)
-    if kind is None or guests.kind_of(x) != kind:
-        x = own_array(x, call)
-        if kind is None:
-            _expect_real(x, call)
-            x = backend.like(other, x) if isinstance(x, np.ndarray) else x
-            return x.astype(other.dtype) if cast else x
-        x = guests.restore(x.copy(), kind)
-    _expect_real(x, call)
-    if kind == "torch":
-        return x.to(other if cast else other.device)
-    return x.astype(other.dtype) if cast else x
 
 
 def pair(y_true: Nest, y_pred: Nest, call: str, classes: bool = False) -> Pair:
