@@ -58,8 +58,6 @@ class ClusterResolver(abc.ABC):
         return self._master(task_type, task_id, rpc_layer or self.rpc_layer)
 
     def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
-        job = self.task_type if job is None else job
-        task = self.task_id if task is None else task
         spec = self.cluster_spec()  # that of SLURM sets both
         job = self.task_type if job is None else job
         task = self.task_id if task is None else task
@@ -304,7 +302,12 @@ class UnionResolver(ClusterResolver):
                 elif isinstance(before, list) and isinstance(tasks, list):
                     joined[job] = before + tasks
                 else:
-                    joined[job] = _joined(job, before, tasks)
+                    one, other = _by_index(before), _by_index(tasks)
+                    for index in one.keys() & other.keys():
+                        raise KeyError(
+                            f"UnionResolver: job {job!r} has two tasks {index}"
+                        )
+                    joined[job] = one | other
         return ClusterSpec(joined)
 
     def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
@@ -316,13 +319,5 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].num_accelerators(None, task_id)
 
 
-def _joined(job: str, *parts: list[str] | dict[int, str]) -> list[str] | dict[int, str]:
-    joined: dict[int, str] = {}
-    for tasks in parts:
-        for index, address in dict(
-            tasks if isinstance(tasks, dict) else enumerate(tasks)
-        ).items():
-            if index in joined:
-                raise KeyError(f"UnionResolver: job {job!r} has two tasks {index}")
-            joined[index] = address
-    return joined
+def _by_index(tasks: list[str] | dict[int, str]) -> dict[int, str]:
+    return tasks if isinstance(tasks, dict) else dict(enumerate(tasks))

@@ -22,9 +22,7 @@ from mpidist.losses._functions import (
 from mpidist.losses._pairs import (
     Pair,
     cast,
-    check_axis,
-    check_delta,
-    check_smoothing,
+    check_options,
     clipped,
     inside,
     log_softmax,
@@ -227,7 +225,7 @@ class Huber(_Elementwise):
         dtype: object = None,
     ) -> None:
         super().__init__(reduction, name)
-        check_delta("Huber", delta)
+        check_options("Huber", delta=delta)
         self._options = {"delta": delta}
 
     def _slope(self, y: Pair) -> Any:
@@ -248,8 +246,8 @@ class _CrossEntropy(_OfFunction):
         dtype: object = None,
     ) -> None:
         super().__init__(reduction, name)
-        check_axis(type(self).__name__, axis)
-        check_smoothing(type(self).__name__, label_smoothing)
+        kind = type(self).__name__
+        check_options(kind, axis=axis, label_smoothing=label_smoothing)
         self._options = {"from_logits": from_logits, "label_smoothing": label_smoothing}
 
 
@@ -320,7 +318,7 @@ class SparseCategoricalCrossentropy(_OfFunction):
         dtype: object = None,
     ) -> None:
         super().__init__(reduction, name)
-        check_axis(type(self).__name__, axis)
+        check_options(type(self).__name__, axis=axis)
         self._options = {"from_logits": from_logits}
 
     def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:

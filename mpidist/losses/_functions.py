@@ -8,9 +8,7 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
 from mpidist.losses._pairs import (
     cast,
-    check_axis,
-    check_delta,
-    check_smoothing,
+    check_options,
     clipped,
     cross_entropy,
     log_softmax,
@@ -53,7 +51,7 @@ def huber(y_true: Nest, y_pred: Nest, delta: float = 1.0) -> Any:
     Of a difference e above ``delta``, a positive number, it is
     ``delta * (abs(e) - delta / 2)``. Otherwise as `mean_squared_error`.
     """
-    check_delta("huber", delta)
+    check_options("huber", delta=delta)
     y = pair(y_true, y_pred, "huber")
     e = abs(y.pred - y.true)
     losses = y.xp.where(e <= delta, e * e / 2, delta * (e - delta / 2))
@@ -78,9 +76,9 @@ def binary_crossentropy(
         label_smoothing: moves labels towards 0.5 by this fraction, from 0 to 1.
         axis: -1; accepted for its name.
     """
-    check_axis("binary_crossentropy", axis)
-    check_smoothing("binary_crossentropy", label_smoothing)
-    y = smooth(pair(y_true, y_pred, "binary_crossentropy"), label_smoothing, 2)
+    call = "binary_crossentropy"
+    check_options(call, axis=axis, label_smoothing=label_smoothing)
+    y = smooth(pair(y_true, y_pred, call), label_smoothing, 2)
     xp, true, pred, dtype = y
     if from_logits:
         zero = xp.zeros_like(pred)
@@ -110,9 +108,9 @@ def categorical_crossentropy(
         label_smoothing: moves labels towards 1 / classes by this fraction, from 0 to 1.
         axis: -1; accepted for its name.
     """
-    check_axis("categorical_crossentropy", axis)
-    check_smoothing("categorical_crossentropy", label_smoothing)
-    y = pair(y_true, y_pred, "categorical_crossentropy")
+    call = "categorical_crossentropy"
+    check_options(call, axis=axis, label_smoothing=label_smoothing)
+    y = pair(y_true, y_pred, call)
     y = smooth(y, label_smoothing, y.pred.shape[-1])
     if from_logits:
         log = log_softmax(y.xp, y.pred)
@@ -139,7 +137,7 @@ def sparse_categorical_crossentropy(
         ValueError: also for a label that is no class (a function that JAX transforms
             gives it a loss of 0).
     """
-    check_axis("sparse_categorical_crossentropy", axis)
+    check_options("sparse_categorical_crossentropy", axis=axis)
     y = one_hot(y_true, y_pred, "sparse_categorical_crossentropy")
     logits = y.pred if from_logits else y.xp.log(clipped(y.xp, y.pred))
     return cross_entropy(y, log_softmax(y.xp, logits))

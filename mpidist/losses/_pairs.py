@@ -90,18 +90,15 @@ def pair(y_true: Nest, y_pred: Nest, call: str, classes: bool = False) -> Pair:
     return Pair(xp, true, pred, given.dtype)
 
 
-def check_axis(call: str, axis: int) -> None:
+def check_options(
+    call: str, *, axis: int = -1, delta: float = 1.0, label_smoothing: float = 0.0
+) -> None:
+    """Raise a ValueError if an option of a loss is none that it can have."""
     hint = "write `numpy.moveaxis(x, axis, -1)` for the predictions and one-hot labels"
     expect(axis == -1, call, "`axis` to be -1", axis, hint, error=ValueError)
-
-
-def check_delta(call: str, delta: float) -> None:
     expect(delta > 0, call, "`delta` to be positive", delta, error=ValueError)
-
-
-def check_smoothing(call: str, x: float) -> None:
-    what = "`label_smoothing` to be from 0 to 1"
-    expect(0 <= x <= 1, call, what, x, error=ValueError)
+    what, fits = "`label_smoothing` to be from 0 to 1", 0 <= label_smoothing <= 1
+    expect(fits, call, what, label_smoothing, error=ValueError)
 
 
 def one_hot(y_true: Nest, y_pred: Nest, call: str) -> Pair:

@@ -83,18 +83,17 @@ class _Confusion(Metric):
             below.append(counts.sum() - passed)
         return *above, below[1], below[0]
 
-    def _values(self) -> list[HostArray]:
-        """Return the four counts of all replicas."""
-        return [variable.numpy() for variable in self._weights[:4]]
-
 
 class _OfCounts(_Confusion):
-    """A number, or one for each of several thresholds.
+    """A count, or its share of two counts; for each of several thresholds.
 
     Args:
         thresholds: a number or a list: predictions above it mean 1. None: 0.5.
         name: of the metric.
     """
+
+    # The places in `_COUNTS` of the count, and of another one for the share.
+    _which: ClassVar[tuple[int, ...]]
 
     @explain_keywords("Precision")
     def __init__(
@@ -111,13 +110,10 @@ class _OfCounts(_Confusion):
 
     def result(self) -> Any:
         """Return it: a float64, or an array for several thresholds. Collective."""
-        found = self._of(*self._values())[self._places]
+        counts = [self._weights[place].numpy() for place in self._which]
+        found = counts[0] if len(counts) == 1 else _ratio(counts[0], sum(counts))
+        found = found[self._places]
         return found if found.size > 1 else found[0]
-
-    def _of(
-        self, tp: HostArray, fp: HostArray, tn: HostArray, fn: HostArray
-    ) -> HostArray:
-        raise NotImplementedError
 
 
 class Precision(_OfCounts):
@@ -129,10 +125,7 @@ class Precision(_OfCounts):
         name: of the metric.
     """
 
-    def _of(
-        self, tp: HostArray, fp: HostArray, tn: HostArray, fn: HostArray
-    ) -> HostArray:
-        return _ratio(tp, tp + fp)
+    _which = (0, 1)
 
 
 class Recall(_OfCounts):
@@ -141,55 +134,43 @@ class Recall(_OfCounts):
     The arguments are those of `Precision`.
     """
 
-    def _of(
-        self, tp: HostArray, fp: HostArray, tn: HostArray, fn: HostArray
-    ) -> HostArray:
-        return _ratio(tp, tp + fn)
+    _which = (0, 3)
 
 
-class _Count(_OfCounts):
-    """One of the four counts."""
-
-    _which: ClassVar[int]
-
-    def _of(self, *counts: HostArray) -> HostArray:
-        return counts[self._which]
-
-
-class TruePositives(_Count):
+class TruePositives(_OfCounts):
     """The number, or weight, of predictions above a threshold with the label 1.
 
     The arguments are those of `Precision`.
     """
 
-    _which = 0
+    _which = (0,)
 
 
-class FalsePositives(_Count):
+class FalsePositives(_OfCounts):
     """The number, or weight, of predictions above a threshold with the label 0.
 
     The arguments are those of `Precision`.
     """
 
-    _which = 1
+    _which = (1,)
 
 
-class TrueNegatives(_Count):
+class TrueNegatives(_OfCounts):
     """The number, or weight, of predictions not above a threshold with the label 0.
 
     The arguments are those of `Precision`.
     """
 
-    _which = 2
+    _which = (2,)
 
 
-class FalseNegatives(_Count):
+class FalseNegatives(_OfCounts):
     """The number, or weight, of predictions not above a threshold with the label 1.
 
     The arguments are those of `Precision`.
     """
 
-    _which = 3
+    _which = (3,)
 
 
 class AUC(_Confusion):
@@ -227,7 +208,7 @@ class AUC(_Confusion):
 
     def result(self) -> Any:
         """Return the area, a float64. Collective."""
-        tp, fp, tn, fn = self._values()
+        tp, fp, tn, fn = (variable.numpy() for variable in self._weights[:4])
         if self.curve == "ROC":
             y, x = _ratio(tp, tp + fn), _ratio(fp, fp + tn)
             return np.float64(((x[:-1] - x[1:]) * (y[:-1] + y[1:]) / 2).sum())
