@@ -13,14 +13,6 @@ from collections import abc as _abc
 from mpidist._base import nest as _nest
 from mpidist._base.types import Nest as _Nest
 
-__all__ = [
-    "assert_same_structure",
-    "flatten",
-    "is_nested",
-    "map_structure",
-    "pack_sequence_as",
-]
-
 
 def flatten(structure: _Nest, expand_composites: bool = False) -> list[_Nest]:
     """Return the leaves of a nest; a list of it, if it is a leaf.

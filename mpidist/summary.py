@@ -24,18 +24,6 @@ from mpidist._runtime import context as _context
 from mpidist._values.distributed import is_per_replica as _is_per_replica
 from mpidist.cluster import this_process as _this_process
 
-__all__ = [
-    "SummaryWriter",
-    "create_file_writer",
-    "create_noop_writer",
-    "flush",
-    "get_step",
-    "record_if",
-    "scalar",
-    "set_step",
-    "should_record_summaries",
-]
-
 
 class SummaryWriter:
     """Writes the numbers of `scalar` to a file; make it by `create_file_writer`."""

@@ -16,8 +16,9 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -49,6 +50,29 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
         for keyword in keywords.values():
             keyword["write"] = shared.get(keyword["write"], keyword["write"])
     return whole
+
+
+def publish(module: ModuleType, outer: Container[str] = ()) -> None:
+    """Complete a module whose names without an underscore are public.
+
+    They are its ``__all__``. Tracebacks and reprs say mpidist.MPIStrategy, whatever
+    file it is in. A missing name says what to write instead. The same for the modules
+    among them.
+
+    Args:
+        module: the module.
+        outer: the public names of the module that it is in; they belong to that.
+    """
+    names = [x for x in vars(module) if x[0].isalpha() and x != "annotations"]
+    version = [x for x in ("__version__",) if hasattr(module, x)]
+    vars(module)["__all__"] = sorted([*names, *version])
+    for name in names:
+        value = getattr(module, name)
+        if isinstance(value, ModuleType):
+            publish(value, names)
+        elif callable(value) and name not in outer:
+            value.__module__ = module.__name__
+    explain_module(module.__name__)
 
 
 def explain_module(name: str) -> None:

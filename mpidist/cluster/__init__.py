@@ -4,30 +4,16 @@ Nothing here starts MPI, and no call communicates. What MPI knows of the ranks o
 strategy is in its `cluster_resolver`, an `MPIClusterResolver`.
 """
 
-from __future__ import annotations
-
-from mpidist.cluster._hostlist import expand_hostlist, expand_tasks_per_node
-from mpidist.cluster._mpi_resolver import MPIClusterResolver
-from mpidist.cluster._process import Process, this_process
+from mpidist.cluster._hostlist import expand_hostlist as expand_hostlist
+from mpidist.cluster._hostlist import expand_tasks_per_node as expand_tasks_per_node
+from mpidist.cluster._mpi_resolver import MPIClusterResolver as MPIClusterResolver
+from mpidist.cluster._process import Process as Process
+from mpidist.cluster._process import this_process as this_process
+from mpidist.cluster._resolvers import ClusterResolver as ClusterResolver
+from mpidist.cluster._resolvers import SimpleClusterResolver as SimpleClusterResolver
 from mpidist.cluster._resolvers import (
-    ClusterResolver,
-    SimpleClusterResolver,
-    TFConfigClusterResolver,
-    UnionResolver,
+    TFConfigClusterResolver as TFConfigClusterResolver,
 )
-from mpidist.cluster._slurm import SlurmClusterResolver
-from mpidist.cluster._spec import ClusterSpec
-
-__all__ = [
-    "ClusterResolver",
-    "ClusterSpec",
-    "MPIClusterResolver",
-    "Process",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "UnionResolver",
-    "expand_hostlist",
-    "expand_tasks_per_node",
-    "this_process",
-]
+from mpidist.cluster._resolvers import UnionResolver as UnionResolver
+from mpidist.cluster._slurm import SlurmClusterResolver as SlurmClusterResolver
+from mpidist.cluster._spec import ClusterSpec as ClusterSpec

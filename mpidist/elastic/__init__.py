@@ -5,9 +5,5 @@ the boundaries of its steps. When processes die, `run` calls it again, on the re
 that are left, with the state of the last commit. See the guide "Elastic training".
 """
 
-from __future__ import annotations
-
-from mpidist.elastic._run import run
-from mpidist.elastic._state import State
-
-__all__ = ["State", "run"]
+from mpidist.elastic._run import run as run
+from mpidist.elastic._state import State as State

@@ -110,8 +110,9 @@ class _OfCounts(_Confusion):
 
     def result(self) -> Any:
         """Return it: a float64, or an array for several thresholds. Collective."""
-        counts = [self._weights[place].numpy() for place in self._which]
-        found = counts[0] if len(counts) == 1 else _ratio(counts[0], sum(counts))
+        found, *others = (self._weights[place].numpy() for place in self._which)
+        if others:
+            found = _ratio(found, found + others[0])
         found = found[self._places]
         return found if found.size > 1 else found[0]
 

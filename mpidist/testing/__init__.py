@@ -5,12 +5,8 @@ which is `run`, and the mark ``replicas``, which runs a test with several number
 replicas (see the guide, "Testing").
 """
 
-from __future__ import annotations
-
 from mpidist.testing._fixtures import each_replica as each_replica
 from mpidist.testing._group import ThreadGroup as ThreadGroup
 from mpidist.testing._run import ReplicaStopped as ReplicaStopped
 from mpidist.testing._run import current_group as current_group
 from mpidist.testing._run import run as run
-
-__all__ = ["ReplicaStopped", "ThreadGroup", "current_group", "each_replica", "run"]
