@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, Final, Literal, TypeAlias
 
@@ -23,6 +24,7 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
 class IndexedSlices:
     """Some rows of a larger array, as ``tf.IndexedSlices``.
 
@@ -38,7 +40,16 @@ class IndexedSlices:
     Raises:
         ValueError: if the numbers of indices and rows differ.
         TypeError: if the indices are not integers.
+
+    Attributes:
+        values: the rows: an array of shape ``(k, ...)``.
+        indices: the numbers of the rows: an array of integers, of shape ``(k,)``.
+        dense_shape: the shape of the larger array, if it was given.
     """
+
+    values: Array
+    indices: Array
+    dense_shape: Shape | None
 
     def __init__(
         self,
@@ -66,35 +77,14 @@ class IndexedSlices:
                 f"shape (k,), got {backend.describe(rows)} and "
                 f"{backend.describe(numbers)}"
             )
-        self._values: Array = values
-        self._indices: Array = indices
-        self._dense_shape = None if dense_shape is None else tuple(dense_shape)
-
-    @property
-    def values(self) -> Array:
-        """The rows: an array of shape ``(k, ...)``."""
-        return self._values
-
-    @property
-    def indices(self) -> Array:
-        """The numbers of the rows: an array of integers, of shape ``(k,)``."""
-        return self._indices
-
-    @property
-    def dense_shape(self) -> Shape | None:
-        """The shape of the larger array, if it was given."""
-        return self._dense_shape
+        shape = None if dense_shape is None else tuple(dense_shape)
+        # Past the check of a frozen class.
+        vars(self).update(values=values, indices=indices, dense_shape=shape)
 
     @property
     def dtype(self) -> DType:
         """The dtype of the rows."""
-        return backend.as_array(self._values, "IndexedSlices")[0].dtype
-
-    def __repr__(self) -> str:
-        return (
-            f"IndexedSlices(values={self._values!r}, indices={self._indices!r}, "
-            f"dense_shape={self._dense_shape})"
-        )
+        return backend.as_array(self.values, "IndexedSlices")[0].dtype
 
 
 def scatter(array: Array, how: Scatter, indices: Array, values: Array) -> None:

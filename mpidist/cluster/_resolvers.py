@@ -58,6 +58,8 @@ class ClusterResolver(abc.ABC):
         return self._master(task_type, task_id, rpc_layer or self.rpc_layer)
 
     def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
+        job = self.task_type if job is None else job
+        task = self.task_id if task is None else task
         spec = self.cluster_spec()  # that of SLURM sets both
         job = self.task_type if job is None else job
         task = self.task_id if task is None else task

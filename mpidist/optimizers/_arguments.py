@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Final, TypeAlias
@@ -67,15 +66,14 @@ def listed(names: list[str]) -> str:
 
 def unique(names: list[str]) -> list[str]:
     """Return the names, with a number appended to repeated ones."""
-    taken: set[str] = set()
-    result = []
+    found: dict[str, None] = {}
     for name in names:
-        candidates = itertools.chain(
-            [name], (f"{name}_{k}" for k in itertools.count(1))
-        )
-        result.append(next(c for c in candidates if c not in taken))
-        taken.add(result[-1])
-    return result
+        candidate, number = name, 0
+        while candidate in found:
+            number += 1
+            candidate = f"{name}_{number}"
+        found[candidate] = None
+    return list(found)
 
 
 def split_pairs(
@@ -116,15 +114,28 @@ def group_among(
 
 
 def group_for(
-    variables: list[Variable], built_for: ReplicaGroup | None, call: str
+    variables: list[Variable],
+    known: dict[int, int],
+    built_for: ReplicaGroup | None,
+    call: str,
 ) -> tuple[ReplicaGroup, bool]:
-    """Return the group of these variables, and whether all ranks make one call.
+    """Return the group of variables, checked, and whether all ranks make one call.
 
     If not, each replica makes it.
 
+    Args:
+        variables: the user's argument.
+        known: the variables, by id, of an optimizer that has its state; they are
+            already checked.
+        built_for: the group of that.
+        call: the name of the call.
+
     Raises:
+        TypeError, ValueError: unless they are mirrored, floating-point variables of one
+            strategy.
         RuntimeError: if the optimizer cannot use the variables here.
     """
+    _check_variables(variables, call, known)
     frame = context.current()
     first = variables[0]
     group = storage_of(first).group
@@ -155,17 +166,9 @@ def group_for(
     return group, group.is_mpi and not in_replica
 
 
-def check_variables(
+def _check_variables(
     variables: Sequence[object], call: str, known: dict[int, int]
 ) -> None:
-    """Raise unless these are mirrored, floating-point variables of one strategy.
-
-    Args:
-        variables: the user's argument.
-        call: the name of the call.
-        known: the variables, by id, of an optimizer that has its state; they are
-            already checked.
-    """
     if not variables:
         raise ValueError(f"{call}: expected at least one variable, got none")
     seen: set[int] = set()

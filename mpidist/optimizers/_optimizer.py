@@ -38,7 +38,6 @@ from mpidist._values.variable import Variable, array_of, storage_of
 from mpidist.optimizers._arguments import (
     APPLY,
     Gradient,
-    check_variables,
     group_among,
     group_for,
     listed,
@@ -276,8 +275,8 @@ class Optimizer:
         given: list[Variable] = []
         try:
             given.extend(variables)
-            check_variables(given, _BUILD, self._index)
-            group, is_cross_replica = group_for(given, self._group, _BUILD)
+            found = group_for(given, self._index, self._group, _BUILD)
+            group, is_cross_replica = found
         except Exception as error:
             group_among(given, self._group).collectives.invalid(_BUILD, error)
         if is_cross_replica:
@@ -394,8 +393,7 @@ class Optimizer:
                     is_variable = isinstance(global_step, Variable)
                     expect(is_variable, APPLY, _GLOBAL_STEP, global_step)
                 gradients, variables = split_pairs(pairs)
-                check_variables(variables, APPLY, self._index)
-                found = group_for(variables, self._group, APPLY)
+                found = group_for(variables, self._index, self._group, APPLY)
                 group, is_cross_replica = found
                 if global_step is not None and context.is_in_replica(group):
                     storage_of(global_step).check_replica_write("assign_add")

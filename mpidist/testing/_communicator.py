@@ -136,8 +136,7 @@ class ThreadCommunicator(AnyCommunicator):
     def start_send(self, data: bytes, receiver: int) -> Request:
         """Start sending a small message to one rank."""
         self._channel.notices[receiver].append(data)
-        sent = Round("a message to one rank", 0)
-        sent.done = True
+        sent = Round("a message to one rank", [], set(), done=True)
         return Pending(self._channel, self.rank, sent)
 
     def receive_any(self) -> bytes | None:

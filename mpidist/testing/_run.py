@@ -88,23 +88,17 @@ class Replica(threads.ThreadReplica):
 
         GPU arrays are passed directly: `ThreadCommunicator` accepts them.
         """
-        kind = environment.implementation
-        timeout = self._timeout
-        return dataclasses.replace(
-            environment,
-            abort=True,  # the other replicas are notified when this one ends
-            cuda_aware=True,
-            timeline="",  # the program has not ended when a run ends
-            implementation=(
-                CommunicationImplementation.DIRECT
-                if kind is CommunicationImplementation.AUTO
-                else kind
-            ),
-            simulated_nodes=1,
-            timeout_seconds=(
-                environment.timeout_seconds if timeout is None else timeout
-            ),
-        )
+        own: dict[str, Any] = {
+            "abort": True,  # the other replicas are notified when this one ends
+            "cuda_aware": True,
+            "timeline": "",  # the program has not ended when a run ends
+            "simulated_nodes": 1,
+        }
+        if environment.implementation is CommunicationImplementation.AUTO:
+            own["implementation"] = CommunicationImplementation.DIRECT
+        if self._timeout is not None:
+            own["timeout_seconds"] = self._timeout
+        return dataclasses.replace(environment, **own)
 
     def connect(self, comm: object, deadline: Deadline) -> ThreadCommunicator:
         """Return a communicator over the replicas of a group. Collective.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -100,18 +101,16 @@ class World:
             self.condition.notify_all()
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Round:
     """One call of all members of a channel."""
 
-    __slots__ = ("done", "error", "kind", "missing", "parts", "result")
-
-    def __init__(self, kind: str, size: int) -> None:
-        self.kind: str = kind
-        self.parts: list[Part] = [None] * size
-        self.missing: set[int] = set(range(size))
-        self.result: Part = None
-        self.error: str = ""
-        self.done: bool = False
+    kind: str
+    parts: list[Part]
+    missing: set[int]
+    result: Part = None
+    error: str = ""
+    done: bool = False
 
 
 class Channel:
@@ -165,7 +164,8 @@ class Channel:
         with condition:
             found = self._rounds.get(number)
             if found is None:
-                found = self._rounds[number] = Round(kind, self.size)
+                found = Round(kind, [None] * self.size, set(range(self.size)))
+                self._rounds[number] = found
             if found.kind != kind:
                 found.error = (
                     f"replicas make different calls at once: {found.kind} and {kind}"
@@ -224,15 +224,13 @@ class Channel:
         return False
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Pending:
     """A call to which a member has posted its part, until the result is there."""
 
-    __slots__ = ("_channel", "_rank", "_round")
-
-    def __init__(self, channel: Channel, rank: int, one: Round) -> None:
-        self._channel = channel
-        self._rank = rank
-        self._round = one
+    _channel: Channel
+    _rank: int
+    _round: Round
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         """Return whether the result is there; raise if it never will be."""

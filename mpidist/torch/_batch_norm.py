@@ -95,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype = torch.promote_types(input.dtype, torch.float32)
         x = input.to(dtype)
         own = x.new_full((1,), x.numel() / self.num_features)
-        total = _sum_over_ranks(group, torch.cat([x.sum(axes), own]))
+        total = _SumOverRanks.apply(group, torch.cat([x.sum(axes), own]))
         count = total[-1].detach()
         if count <= 1:
             raise ValueError(
@@ -104,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         mean = total[:-1] / count
         centred = x - mean.view(shape)
-        variance = _sum_over_ranks(group, centred.square().sum(axes)) / count
+        variance = _SumOverRanks.apply(group, centred.square().sum(axes)) / count
         if self.training and self.track_running_stats:
             self._update(mean.detach(), variance.detach() * (count / (count - 1)))
         y = centred * (variance + self.eps).rsqrt().view(shape)
@@ -145,7 +145,3 @@ class _SumOverRanks(_Function):
         call = f"{_CALL}, backward"
         total = ctx.group.all_reduce(ReduceOp.SUM, gradient.contiguous(), None, call)
         return None, total
-
-
-def _sum_over_ranks(group: ReplicaGroup, x: torch.Tensor) -> Any:
-    return _SumOverRanks.apply(group, x)

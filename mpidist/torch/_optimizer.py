@@ -87,23 +87,21 @@ class DistributedOptimizer(_AnyOptimizer):
         expect(is_optimizer, call, "a `torch.optim.Optimizer`", optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{call}: the optimizer is a {call} already")
-        passes: object = backward_passes_per_step
-        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-            raise ValueError(
-                f"{call}: expected `backward_passes_per_step` to be an int, 1 or more, "
-                f"got {passes!r}"
-            )
-        norm = None if max_norm is None else backend.as_real(max_norm)
-        if max_norm is not None and (norm is None or not 0 < norm < math.inf):
-            raise ValueError(
-                f"{call}: expected `max_norm` to be greater than 0, got {max_norm!r}"
-            )
+        k, norm = backward_passes_per_step, max_norm
+        fits: object = isinstance(k, int) and not isinstance(k, bool) and k > 0
+        what = "`backward_passes_per_step` to be an int, 1 or more"
+        expect(fits, call, what, k, error=ValueError)
+        if norm is not None:
+            norm = backend.as_real(norm)
+            fits = norm is not None and 0 < norm < math.inf
+            what = "`max_norm` to be greater than 0"
+            expect(fits, call, what, max_norm, error=ValueError)
         what = "`overlap` to be True, False or None"
         expect(overlap is None or isinstance(overlap, bool), call, what, overlap)
         self._optimizer = optimizer
         self._wanted = overlap
         self._op = check_op(op, call)
-        self._passes_per_step = passes
+        self._passes_per_step = k
         self._passes = 0
         self._synchronized = False
         self._hooks: dict[int, Any] = {}  # since `synchronize`

@@ -74,10 +74,11 @@ class _Bucket:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class _Plan:
     """The buckets of one list of parameters.
 
-    Args:
+    Attributes:
         group: the ranks.
         named: the parameters.
         order: their numbers, in the order in which rank 0 has them ready.
@@ -85,17 +86,15 @@ class _Plan:
         last: the numbers of those that are in the last bucket.
     """
 
-    def __init__(
-        self,
-        group: ReplicaGroup,
-        named: Named,
-        order: list[int],
-        counts: list[int],
-        last: set[int],
-    ) -> None:
-        self.group, self.named = group, named
-        self.order, self.counts, self.last = order, counts, last
-        self.failures = group.guard.reports.failures
+    group: ReplicaGroup
+    named: Named
+    order: list[int]
+    counts: list[int]
+    last: set[int]
+
+    def __post_init__(self) -> None:
+        named, order, last = self.named, self.order, self.last
+        self.failures = self.group.guard.reports.failures
         members: list[list[int]] = [[]]
         nbytes = 0
         for i in order:

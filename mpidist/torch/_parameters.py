@@ -14,6 +14,7 @@ from mpidist._base.types import Nest
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import compare_arrays
+from mpidist.torch._gradients import BROADCAST
 
 Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor]"
 """A module, or its tensors by name, such as `module.state_dict()`."""
@@ -114,8 +115,7 @@ def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:
     group = group_of_call(strategy, call)
     with group.guard.checking(call):
         tensors = tensors_of(module, call)
-    write = "`mpidist.torch.broadcast_parameters(module)`"
-    advice = f"Find what changed them. Rank 0's values for all: {write}"
+    advice = f"Find what changed them. Rank 0's values for all: {BROADCAST}"
     compare_arrays(group, tensors, call, advice)
 
 

@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     state_is_collective = True
     """Tells `mpidist.Checkpoint` that `state_dict` is a collective call."""
 
-    _local: torch.optim.Optimizer | None = None
+    _local: Any = None  # the optimizer of the parts, before it is made
 
     @explain_keywords("mpidist.torch.ZeroRedundancyOptimizer")
     def __init__(
@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._divide(self.param_groups)
             groups = [self._local_group(i) for i in range(len(self._parts))]
             self._local = optimizer_class(groups, **defaults)
-            self.defaults: dict[str, Any] = self._local_optimizer.defaults
+            self.defaults: dict[str, Any] = self._local.defaults
             self._read_settings(only_new=True)
             self._name = f"{call} of {optimizer_class.__name__}"
             text = f"{self._name} with {self._described()}"
@@ -188,7 +188,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 )
             )
         with group.guard.checking(call):
-            self._local_optimizer.step()
+            self._local.step()
             self._read_settings()
             self._show_state()
             own = {} if self._ranks == 1 else self._own_elements()
@@ -212,7 +212,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             added = self.param_groups[-1:]
             self._divide(added)
             group_of_parts = self._local_group(len(self._parts) - 1)
-            self._local_optimizer.add_param_group(group_of_parts)
+            self._local.add_param_group(group_of_parts)
             self._read_settings(only_new=True)
             text = f"{call} with {self._described()}"
         group.guard.agree(Call(text))
@@ -226,7 +226,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group = self._group("state_dict")
         call = f"{self._name}.state_dict"
         with group.guard.checking(call):
-            entries, data = pack(self._all_parts(), self._local_optimizer.state)
+            entries, data = pack(self._all_parts(), self._local.state)
             own = pickle.dumps(entries)
         group.guard.agree(Call(call))
         rows = [pickle.loads(x) for x in group.communicator.all_gather_objects(own)]
@@ -264,10 +264,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             values = state_dict["state"].get(numbers[part.number])
             if values is not None:
                 state[i] = {key: cut(x, key, part, call) for key, x in values.items()}
-        groups = self._local_optimizer.state_dict()["param_groups"]
+        groups = self._local.state_dict()["param_groups"]
         for group, other in zip(groups, saved, strict=True):
             group.update(settings_of(other))
-        self._local_optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self._local.load_state_dict({"state": state, "param_groups": groups})
         self._read_settings()
         self._show_state()
 
@@ -344,11 +344,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     # --- the local optimizer ----------------------------------------------------
 
-    @property
-    def _local_optimizer(self) -> torch.optim.Optimizer:
-        assert self._local is not None  # but in the constructor of the base class
-        return self._local
-
     def _local_group(self, index: int) -> dict[str, Any]:
         parts = self._parts[index]
         settings = settings_of(self.param_groups[index])
@@ -356,13 +351,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _write_settings(self) -> None:
         """Give the local optimizer the settings of the groups, such as ``lr``."""
-        pairs = zip(self._local_optimizer.param_groups, self.param_groups, strict=True)
+        pairs = zip(self._local.param_groups, self.param_groups, strict=True)
         for local, group in pairs:
             local.update(settings_of(group))
 
     def _read_settings(self, *, only_new: bool = False) -> None:
         """Take the settings of the local optimizer, which a step may change."""
-        pairs = zip(self.param_groups, self._local_optimizer.param_groups, strict=True)
+        pairs = zip(self.param_groups, self._local.param_groups, strict=True)
         for group, local in pairs:
             settings = settings_of(local)
             group.update({**settings, **group} if only_new else settings)
@@ -373,8 +368,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for part in self._all_parts():
             if part.is_cut:
                 part.tensor.grad = None
-            if part.tensor in self._local_optimizer.state:
-                self.state[part.parameter] = self._local_optimizer.state[part.tensor]
+            if part.tensor in self._local.state:
+                self.state[part.parameter] = self._local.state[part.tensor]
 
     def _text_of_step(self, call: str) -> str:
         parameters = [p for group in self.param_groups for p in group["params"]]
