@@ -4,8 +4,6 @@ Each MPI rank hosts one replica. Importing this starts no MPI and loads no CuPy;
 first `MPIStrategy` does.
 """
 
-import sys as _sys
-
 from mpidist import cluster as cluster
 from mpidist import data as data
 from mpidist import elastic as elastic
@@ -16,7 +14,6 @@ from mpidist import nest as nest
 from mpidist import optimizers as optimizers
 from mpidist import summary as summary
 from mpidist import testing as testing
-from mpidist._base import remedies as _remedies
 from mpidist._base.errors import CheckpointError as CheckpointError
 from mpidist._base.errors import CollectiveError as CollectiveError
 from mpidist._base.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -27,6 +24,7 @@ from mpidist._base.errors import ReplicaLostError as ReplicaLostError
 from mpidist._base.indexed_slices import IndexedSlices as IndexedSlices
 from mpidist._base.reduce_op import ReduceOp as ReduceOp
 from mpidist._base.reduce_op import get_loss_reduction as get_loss_reduction
+from mpidist._base.remedies import publish as _publish
 from mpidist._base.variable_enums import VariableAggregation as VariableAggregation
 from mpidist._base.variable_enums import (
     VariableSynchronization as VariableSynchronization,
@@ -108,4 +106,4 @@ from mpidist.data import InputContext as InputContext
 from mpidist.data import InputOptions as InputOptions
 from mpidist.data import InputReplicationMode as InputReplicationMode
 
-_remedies.publish(_sys.modules[__name__])
+_publish(__name__)

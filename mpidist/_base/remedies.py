@@ -52,7 +52,7 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
     return whole
 
 
-def publish(module: ModuleType, outer: Container[str] = ()) -> None:
+def publish(name: str, outer: Container[str] = ()) -> None:
     """Complete a module whose names without an underscore are public.
 
     They are its ``__all__``. Tracebacks and reprs say mpidist.MPIStrategy, whatever
@@ -60,30 +60,28 @@ def publish(module: ModuleType, outer: Container[str] = ()) -> None:
     among them.
 
     Args:
-        module: the module.
+        name: of the module.
         outer: the public names of the module that it is in; they belong to that.
     """
-    names = [x for x in vars(module) if x[0].isalpha() and x != "annotations"]
-    version = [x for x in ("__version__",) if hasattr(module, x)]
-    vars(module)["__all__"] = sorted([*names, *version])
-    for name in names:
-        value = getattr(module, name)
+    module = vars(sys.modules[name])
+    public = {
+        key: value
+        for key, value in module.items()
+        if key == "__version__" or (key[0].isalpha() and key != "annotations")
+    }
+    module["__all__"] = sorted(public)
+    for key, value in public.items():
         if isinstance(value, ModuleType):
-            publish(value, names)
-        elif callable(value) and name not in outer:
-            value.__module__ = module.__name__
-    explain_module(module.__name__)
-
-
-def explain_module(name: str) -> None:
-    """Let a missing name of a module of this package say what to write instead."""
+            publish(value.__name__, public)
+        elif callable(value) and key not in outer:
+            value.__module__ = name
 
     def look(missing: str) -> NoReturn:
         raise missing_name(
             name, f"module {name!r} has no attribute {missing!r}", missing
         )
 
-    setattr(sys.modules[name], "__getattr__", look)  # noqa: B010 - see the module
+    module["__getattr__"] = look
 
 
 def explain_attributes(cls: _T, owner: str = "") -> _T:

@@ -8,9 +8,10 @@ module; importing it imports JAX, and registers `Variable` and `Mirrored` as pyt
 one array: `jax.grad`, `jax.jit` and `jax.tree` take them as copies of their arrays.
 """
 
-from __future__ import annotations
-
+from mpidist._base.remedies import publish as _publish
 from mpidist.jax import _pytrees as _pytrees
-from mpidist.jax._collectives import all_reduce, broadcast, value_and_grad
+from mpidist.jax._collectives import all_reduce as all_reduce
+from mpidist.jax._collectives import broadcast as broadcast
+from mpidist.jax._collectives import value_and_grad as value_and_grad
 
-__all__ = ["all_reduce", "broadcast", "value_and_grad"]
+_publish(__name__)
