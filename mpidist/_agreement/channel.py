@@ -26,13 +26,13 @@ longer than that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from mpidist import _native
 from mpidist._agreement.polling import YIELD_SECONDS, YIELD_SECONDS_FOR_DATA, poll
 from mpidist._mpi.any_communicator import Request
-from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.communicator import Communicator, StartHeader
 
 OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1
@@ -178,18 +178,11 @@ class SelfChannel:
         """Do nothing: nobody waits."""
 
 
-class Exchange(Protocol):
-    """Sends integers of each rank to all."""
-
-    def start(self, words: tuple[int, ...], /) -> Request:
-        """Return a request, whose result are the integers of each rank."""
-
-
 class ExchangeChannel:
     """A channel by one exchange of integers for each header.
 
     Args:
-        exchange: of all ranks.
+        start: starts to send integers of each rank to all.
     """
 
     who = -1
@@ -198,8 +191,8 @@ class ExchangeChannel:
     verdict: tuple[int, int, int, int, int] = (0, 1, 1, 0, 0)
     headers = 0
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, start: StartHeader) -> None:
+        self._start = start
         self._last = time.monotonic()
         self._request: Request | None = None
 
@@ -227,9 +220,7 @@ class ExchangeChannel:
         lateness = int(1000 * self.lateness)
         self._last = time.monotonic()
         self.headers += 1
-        self._request = self._exchange.start(
-            (*said, patience_ms or _UNLIMITED, lateness)
-        )
+        self._request = self._start((*said, patience_ms or _UNLIMITED, lateness))
 
     def test(self) -> int | None:
         """Return the status of the header of `start`; None if some are missing."""
@@ -244,7 +235,7 @@ class ExchangeChannel:
     def leave(self) -> None:
         """Do nothing: the ranks that wait learn of it by a notice."""
 
-    def _judge(self, rows: list[tuple[int, ...]]) -> int:
+    def _judge(self, rows: list[Sequence[int]]) -> int:
         """Return the status of the headers of all ranks."""
         columns: list[tuple[Any, ...]] = list(zip(*rows, strict=True))
         flag = max(columns[_FLAG])

@@ -31,31 +31,48 @@ Buffer: TypeAlias = Array
 
 
 class Transfer:
-    """Collectives of MPI in progress: one request.
+    """What MPI has in progress, with the buffers that it uses.
+
+    mpi4py's requests do not keep them: with Open MPI the sum of a temporary array was
+    wrong once it had been collected (mpi4py 4.1.2).
 
     Args:
         requests: of MPI.
         buffers: what they read and write.
+        read: returns what was received, if the buffers' owner does not know.
     """
 
-    __slots__ = ("_buffers", "_next", "_requests")
+    __slots__ = ("_buffers", "_first", "_read", "_requests")
 
-    def __init__(self, requests: list[MpiRequest], buffers: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        requests: list[MpiRequest],
+        buffers: Any,
+        read: Callable[[], Any] | None = None,
+    ) -> None:
         self._requests = requests
         self._buffers = buffers
-        self._next = 0
+        self._read = read
+        self._first: Callable[[], bool] | None = None
+
+    def tests_first_by(self, test: Callable[[], bool]) -> None:
+        """Have the first test be another, which takes longer."""
+        self._first = test
 
     def Test(self) -> bool:  # noqa: N802 - mpi4py's name
         """Return whether all have completed, and make progress."""
-        requests, number = self._requests, self._next
-        while number < len(requests) and requests[number].Test():
-            number += 1
-        self._next = number
-        return number == len(requests)
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first()
+        requests = self._requests
+        while requests and requests[0].Test():
+            del requests[0]
+        return not requests
 
     @property
-    def result(self) -> None:
-        """Nothing: the buffers have what was received."""
+    def result(self) -> Any:
+        """What was received, once it has completed."""
+        return None if self._read is None else self._read()
 
     def leak(self) -> None:
         """Leak the buffers: MPI may still use them."""

@@ -24,7 +24,7 @@ import functools
 import os
 import struct
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -35,10 +35,9 @@ from mpidist._base.reduce_op import MPIOp
 from mpidist._mpi import between, collective_release, survival, versions
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, Request
 from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
-from mpidist._mpi.buffers import Buffer, BufferCollectives, Waiter, split
+from mpidist._mpi.buffers import Buffer, BufferCollectives, Transfer, Waiter, split
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
-from mpidist._mpi.pending import Pending, has_ended
 from mpidist._mpi.traffic import Traffic
 from mpidist._mpi.way import Way, chosen_way
 
@@ -49,7 +48,11 @@ _NOTICE_TAG: Final = 7
 _PROBES: Final = 4
 _KEY_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("=q")  # of a message, before its bytes
+_WORDS: Final = 6  # of a header without the core
 _LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
+
+StartHeader: TypeAlias = Callable[[tuple[int, ...]], Request]
+"""Starts to send the integers of each rank to all; its result are those of each."""
 
 
 class Communicator(AnyCommunicator):
@@ -127,6 +130,7 @@ class Communicator(AnyCommunicator):
         self.said: list[dict[str, Any]] = said
         gathers, in_flight = max(one["allreduce"] for one in said)
         self._message = memoryview(bytearray(_LENGTH.size + MESSAGE_BYTES))
+        self._words = np.zeros((self.size + 1, _WORDS), np.int64)
         self._way: Way | None = None
         if in_flight:
             self._way = chosen_way(AllReduceChoice(bool(gathers), in_flight))
@@ -175,32 +179,22 @@ class Communicator(AnyCommunicator):
         order = sorted({*firsts.values()})
         self.node_numbers = [order.index(firsts[rank]) for rank in range(self.size)]
 
-    def open_headers(self) -> between.HeaderGather | _native.Between:
+    def open_headers(self) -> StartHeader | _native.Between:
         """Return what exchanges headers by MPI. It is freed with this communicator."""
-        said = self.said
-        if not all(one["core"] for one in said):
-            headers = between.HeaderGather(self._comm, said)
-            self._to_free.append(headers.free)
-            self.traffic.add_core_calls(lambda: {headers.name: headers.started})
-            return headers
-        collective, channel = between.open_core_channel(
-            self._comm, said, crowded=self.crowded
-        )
+        if not all(one["core"] for one in self.said):
+            return self._start_header
+        headers = between.CoreHeaders(self._comm, self.said, crowded=self.crowded)
+        self._to_free.append(headers.free)
+        self.traffic.add_core_calls(headers.calls)
+        self._channel = headers.channel
+        return self._channel
 
-        def free() -> None:
-            if not channel.active:  # otherwise it is leaked: MPI may still use it
-                collective.free()
-
-        self._to_free.append(free)
-        self._channel = channel
-        self.traffic.add_core_calls(
-            lambda: {
-                collective.name: channel.headers,
-                "Iallreduce": channel.iallreduces,
-                "Iallgather": channel.iallgathers,
-            }
-        )
-        return channel
+    def _start_header(self, words: tuple[int, ...], /) -> Request:
+        sent, received = self._words[0], self._words[1:]
+        sent[:] = words
+        self.traffic.count_mpi("Iallgather")
+        request = self._comm.Iallgather(sent, received)
+        return Transfer([request], self._words, received.tolist)
 
     def on_free(self, function: Callable[[], None]) -> None:
         """Set a function to call when the communicator is freed."""
@@ -347,19 +341,18 @@ class Communicator(AnyCommunicator):
             request = self._comm.Ibcast(message, 0)
         except BaseException as error:
             raise self._waiter.failed(error) from None
-        pending = Pending(request, read, message)
+        transfer = Transfer([request], message, read)
         if self._channel is not None:
-            pending.tests_first_by(functools.partial(self._channel.complete, request))
-        return pending
+            transfer.tests_first_by(functools.partial(self._channel.complete, request))
+        return transfer
 
     def start_send(self, data: bytes, receiver: int) -> Request:
         """Start sending a small message to one rank (`receive_any`). Not collective."""
         buffer = np.frombuffer(data, np.uint8)
         request = self._comm.Isend(buffer, receiver, _NOTICE_TAG)
-        pending = Pending(request, bytes, buffer)
         if self.outlives_ranks:
-            pending.Test = functools.partial(has_ended, request)
-        return pending
+            request = survival.Message(request)
+        return Transfer([request], buffer)
 
     def receive_any(self) -> bytes | None:
         """Return a message that some rank has sent by `start_send`, or None.
@@ -387,7 +380,7 @@ class Communicator(AnyCommunicator):
     def revoke(self) -> None:
         """End all calls of MPI on it, on all ranks, if MPI can. Not collective."""
         if self.outlives_ranks:
-            survival.revoke(self._comm)
+            self._comm.Revoke()
 
 
 def _nothing() -> None:

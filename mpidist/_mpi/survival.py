@@ -8,13 +8,14 @@ Herault, Bosilca, Dongarra, "Post-failure recovery of MPI communication capabili
 
 - a call that needs a dead process fails, with an error of the class
   ``MPI_ERR_PROC_FAILED``, on the processes that need it; the others may wait forever;
-- `revoke` ends the calls of all processes on a communicator, with ``MPI_ERR_REVOKED``,
-  and every later one but the following three. One process alone may call it;
+- ``comm.Revoke()`` ends the calls of all processes on a communicator, with
+  ``MPI_ERR_REVOKED``, and every later one but the following three. One process alone
+  may call it, also a second time;
 - `failed_ranks` says who is known here to have died. Other processes may know of
   others, or less;
-- `agree` and `shrink` are collective over the living, also on a communicator that was
-  revoked: the one makes the same decision on all, also if processes die in it; the
-  other makes a communicator of the living.
+- `agree` and ``comm.Shrink()`` are collective over the living, also on a communicator
+  that was revoked: the one makes the same decision on all, also if processes die in it;
+  the other makes a communicator of the living, in their order, the same everywhere.
 
 All of this is off in other MPIs and in other jobs: `is_on` says so, and a process that
 dies ends the job.
@@ -41,6 +42,24 @@ _SLEEP: Final = 0.0002
 _END_SECONDS: Final = 15.0
 
 
+class Message:
+    """A message to a process, which also ends when that process has died.
+
+    Args:
+        request: of MPI.
+    """
+
+    def __init__(self, request: MpiRequest) -> None:
+        self._request = request
+
+    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
+        """Return whether it was sent, or its receiver has died."""
+        try:
+            return bool(self._request.Test())
+        except mpi_module().Exception:
+            return True
+
+
 @functools.cache
 def is_on() -> bool:
     """Return whether this job goes on when a process dies. Not collective.
@@ -55,14 +74,6 @@ def is_on() -> bool:
         return bool(ctypes.c_bool.in_dll(library, "ompi_ftmpi_enabled").value)
     except (OSError, ValueError):  # another MPI, or an Open MPI without it
         return False
-
-
-def revoke(comm: MpiComm) -> None:
-    """End all calls on ``comm``, on all of its processes. Not collective.
-
-    Does nothing if it was revoked before.
-    """
-    comm.Revoke()
 
 
 def agree(comm: MpiComm, flag: int, wait: Callable[[MpiRequest], None]) -> int:
@@ -91,16 +102,6 @@ def agree(comm: MpiComm, flag: int, wait: Callable[[MpiRequest], None]) -> int:
         leak(result)  # MPI may still write to it
         raise
     return int(result[0])
-
-
-def shrink(comm: MpiComm) -> MpiComm:
-    """Return a communicator of the living processes of ``comm``. Collective over them.
-
-    They keep their order. All agree on who has died, so the result has the same
-    processes everywhere; one that dies after that is found when it is used. The
-    communicator's errors are exceptions, as those of ``comm`` are.
-    """
-    return comm.Shrink()
 
 
 def failed_ranks(comm: MpiComm) -> tuple[int, ...]:

@@ -68,18 +68,17 @@ typedef int (*mpi_iallgather)(const void *, int, intptr_t, void *, int, intptr_t
 typedef struct Between {
   PyObject_HEAD
   Py_buffer sent, received; /* elements: a header each, and room for a payload */
-  int rank, size;
+  int rank, size, who;
   int merges; /* MPI merges the elements of all into one; otherwise all have those of all */
   size_t room, share; /* of a payload; of a rank's part of one that all gather */
   int64_t key;                       /* by which `md_between_op` finds it */
-  void *request, *status;            /* an MPI_Request and an MPI_Status */
+  void *persistent, *status; /* an MPI_Request, NULL where MPI has no such ones; an MPI_Status */
   int (*mpi_start)(void *), (*mpi_test)(void *, int *, void *);
-  PyObject *begins, *begun, *address_of; /* where MPI has no persistent collectives */
-  PyObject *fail, *owner, *wait, *pause;
+  PyObject *address_of, *fail, *owner, *wait, *pause;
   struct {
     mpi_iallreduce iallreduce;
     mpi_iallgather iallgather;
-    intptr_t comm, byte; /* handles */
+    intptr_t comm, byte, element, op; /* handles */
   } mpi;
   /* Of the header, or the data, in progress. */
   int active, next, moves;       /* requests; those that have completed; whether it is data */

@@ -117,17 +117,15 @@ static int failed(Between *self, int code) {
 
 /* Start the collective; -1: an exception, and it was not started. */
 static int start_collective(Between *self) {
-  if (!self->begins) {
-    int code = self->mpi_start(self->request);
-    return code ? failed(self, code) : 0;
-  }
-  /* Called without Python code in between, where a signal's exception could come. */
-  PyObject *request = PyObject_CallNoArgs(self->begins), *address = NULL;
-  if (request) address = PyObject_CallOneArg(self->address_of, request);
-  if (address) self->request = PyLong_AsVoidPtr(address);
-  Py_XDECREF(address);
-  Py_XSETREF(self->begun, request);
-  return address ? 0 : -1;
+  void *request = &self->requests[0], *sent = self->sent.buf, *received = self->received.buf;
+  intptr_t element = self->mpi.element, comm = self->mpi.comm;
+  int code;
+  if (self->persistent) code = self->mpi_start(request = self->persistent);
+  else if (self->merges)
+    code = self->mpi.iallreduce(sent, received, 1, element, self->mpi.op, comm, request);
+  else code = self->mpi.iallgather(sent, 1, element, received, 1, element, comm, request);
+  self->pending[0] = request;
+  return code ? failed(self, code) : 0;
 }
 
 /* Publish a header, whose payload is in its room already.  `nest`: of a payload to be added, which
@@ -145,7 +143,6 @@ static int publish(Between *self, const md_header *header, const md_nest *nest,
   Py_XSETREF(self->keeper, Py_XNewRef(keeper));
   if (start_collective(self)) return -1;
   self->headers++;
-  self->pending[0] = self->request;
   self->next = 0;
   self->active = 1;
   return 0;
@@ -446,17 +443,16 @@ static void forget(Between *self) {
 }
 
 static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"sent",      "received",   "rank", "size",  "tests",
-                          "key",       "request",    "status", "functions", "handles",
-                          "begin",     "address_of", "fail", "owner", NULL};
-  PyObject *sent, *received, *begins, *address_of, *fail, *owner;
+  static char *names[] = {"sent",   "received",  "rank",    "size",       "tests", "key",   "request",
+                          "status", "functions", "handles", "address_of", "fail",  "owner", NULL};
+  PyObject *sent, *received, *address_of, *fail, *owner;
   unsigned long long request, status, start, test, iallreduce, iallgather;
-  unsigned long long comm, byte;
+  unsigned long long comm, byte, element_type, op;
   int rank, size, tests;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOiiiLKK(KKKK)(KK)OOOO", names, &sent, &received,
-                                   &rank, &size, &tests, &self->key, &request, &status, &start,
-                                   &test, &iallreduce, &iallgather, &comm, &byte, &begins,
-                                   &address_of, &fail, &owner))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOiiiLKK(KKKK)(KKKK)OOO", names, &sent,
+                                   &received, &rank, &size, &tests, &self->key, &request, &status,
+                                   &start, &test, &iallreduce, &iallgather, &comm, &byte,
+                                   &element_type, &op, &address_of, &fail, &owner))
     return -1;
   if (self->owner) {
     PyErr_SetString(PyExc_RuntimeError, "Between: it is open already");
@@ -482,8 +478,9 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   self->room = element - sizeof(md_header);
   self->share = self->merges ? self->room / (size_t)size / 8 * 8 : self->room;
   self->first_tests = tests;
+  self->who = -1;
   self->last = now();
-  self->request = (void *)(uintptr_t)request;
+  self->persistent = (void *)(uintptr_t)request;
   self->status = (void *)(uintptr_t)status;
   self->mpi_start = (int (*)(void *))(uintptr_t)start;
   self->mpi_test = (int (*)(void *, int *, void *))(uintptr_t)test;
@@ -491,7 +488,8 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   self->mpi.iallgather = (mpi_iallgather)(uintptr_t)iallgather;
   self->mpi.comm = (intptr_t)comm;
   self->mpi.byte = (intptr_t)byte;
-  self->begins = begins == Py_None ? NULL : Py_NewRef(begins);
+  self->mpi.element = (intptr_t)element_type;
+  self->mpi.op = (intptr_t)op;
   self->address_of = Py_NewRef(address_of);
   self->fail = Py_NewRef(fail);
   self->owner = Py_NewRef(owner);
@@ -511,8 +509,6 @@ static void Between_dealloc(Between *self) {
     PyBuffer_Release(&self->sent);
     PyBuffer_Release(&self->received);
   }
-  Py_XDECREF(self->begins);
-  Py_XDECREF(self->begun);
   Py_XDECREF(self->address_of);
   Py_XDECREF(self->fail);
   Py_XDECREF(self->keeper);
@@ -523,17 +519,14 @@ static void Between_dealloc(Between *self) {
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *Between_get(Between *self, void *closure) {
-  switch (*(const char *)closure) {
-    case 'v': return verdict_of(&self->verdict);
-    case 'l': return PyFloat_FromDouble(now() - self->last);
-    case 'm': return PyLong_FromSize_t(self->room);
-    case 's': return PyLong_FromSize_t(self->share);
-    case 'a': return PyBool_FromLong(self->active);
-    case 'd': return PyBool_FromLong(self->moves);
-    case 'e': return PyBool_FromLong(self->merges);
-    default: return PyLong_FromLong(-1);
-  }
+static PyObject *Between_verdict(Between *self, void *closure) {
+  (void)closure;
+  return verdict_of(&self->verdict);
+}
+
+static PyObject *Between_lateness(Between *self, void *closure) {
+  (void)closure;
+  return PyFloat_FromDouble(now() - self->last);
 }
 
 static PyMethodDef Between_methods[] = {
@@ -568,28 +561,30 @@ static PyMemberDef Between_members[] = {
     {"gathers", T_ULONG, offsetof(Between, gathers), READONLY, "All-gathers of payloads so far."},
     {"gathered", T_ULONGLONG, offsetof(Between, gathered), READONLY,
      "Bytes of this rank's arrays in them."},
+    {"room", T_PYSSIZET, offsetof(Between, room), READONLY, "The most bytes of a payload."},
+    {"share", T_PYSSIZET, offsetof(Between, share), READONLY,
+     "That of this rank's part of one that all gather."},
+    {"moves", T_INT, offsetof(Between, moves), READONLY,
+     "Whether the data of a call is in progress."},
+    {"active", T_INT, offsetof(Between, active), READONLY, "How many collectives are in progress."},
+    {"merges", T_INT, offsetof(Between, merges), READONLY, "Whether MPI merges the headers."},
+    {"who", T_INT, offsetof(Between, who), READONLY,
+     "-1: that a rank has left is known by its notice."},
     {"wait", T_OBJECT, offsetof(Between, wait), 0,
      "Called with this object if a header takes long; returns when `Test` has said yes."},
     {"pause", T_OBJECT, offsetof(Between, pause), 0,
      "For `wait`: to be called with the seconds waited, several times a second; may raise."},
     {NULL}};
 static PyGetSetDef Between_fields[] = {
-    {"verdict", (getter)Between_get, NULL,
-     "What all ranks make of the last header; see `Channel`.", "v"},
-    {"lateness", (getter)Between_get, NULL, "Seconds since the last header began.", "l"},
-    {"room", (getter)Between_get, NULL, "The most bytes of a payload.", "m"},
-    {"share", (getter)Between_get, NULL, "That of this rank's part of one that all gather.",
-     "s"},
-    {"moves", (getter)Between_get, NULL, "Whether the data of a call is in progress.", "d"},
-    {"active", (getter)Between_get, NULL, "Whether a header is in progress.", "a"},
-    {"merges", (getter)Between_get, NULL, "Whether MPI merges the headers.", "e"},
-    {"who", (getter)Between_get, NULL, "-1: that a rank has left is known by its notice.", "w"},
+    {"verdict", (getter)Between_verdict, NULL,
+     "What all ranks make of the last header; see `Channel`.", NULL},
+    {"lateness", (getter)Between_lateness, NULL, "Seconds since the last header began.", NULL},
     {NULL}};
 PyTypeObject BetweenType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Between",
     .tp_doc =
         "Between(sent, received, rank, size, tests, key, request, status, functions, handles,\n"
-        "        begin, address_of, fail, owner)\n--\n\n"
+        "        address_of, fail, owner)\n--\n\n"
         "Headers of ranks that share no memory, each an MPI collective.\n\n"
         "Args:\n    sent: a buffer for this rank's element.\n"
         "    received: for the elements of all ranks, or for the one that MPI merges.\n"
@@ -600,9 +595,8 @@ PyTypeObject BetweenType = {
         "    status: the address of an MPI_Status.\n"
         "    functions: the addresses of MPI_Start, MPI_Test, MPI_Iallreduce and\n"
         "        MPI_Iallgather.\n"
-        "    handles: of the communicator, and of MPI_BYTE.\n"
-        "    begin: starts a non-blocking collective, and returns its request; None with a\n"
-        "        persistent one.\n"
+        "    handles: of the communicator, of MPI_BYTE, of the datatype of an element, and of\n"
+        "        the operation that merges two of them (0 without one).\n"
         "    address_of: returns the address of a request.\n"
         "    fail: called with an error code of MPI; raises.\n"
         "    owner: what to keep until no header is in progress.",

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "binding.h"
 
+#include <structmember.h>
 #include <time.h>
 
 /* --- calls -------------------------------------------------------------------------- */
@@ -270,30 +271,14 @@ static PyObject *Channel_areas(Channel *self, PyObject *args) {
   return PyLong_FromSsize_t(start + (number & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
 }
 
-static PyObject *Channel_get(Channel *self, void *closure) {
-  md_channel *ch = &self->channel;
-  switch (*(const char *)closure) {
-    case 'h': return PyLong_FromUnsignedLong(ch->headers);
-    case 't': return PyLong_FromUnsignedLong(ch->areas_used);
-    case 'w': return PyLong_FromLong(ch->who);
-    case 's': return PyFloat_FromDouble(self->seconds);
-    case 'l': return PyFloat_FromDouble(now() - self->last);
-    case 'x': return PyBool_FromLong(ch->tree);
-    case 'k': return PyLong_FromUnsignedLong(self->reductions);
-    case 'y': return PyLong_FromUnsignedLongLong(self->reduced);
-    case 'g': return PyLong_FromUnsignedLong(self->gathers);
-    case 'z': return PyLong_FromUnsignedLongLong(self->gathered);
-    case 'p': return PyLong_FromUnsignedLong(self->results_in_arena);
-    case 'b': return PyLong_FromUnsignedLong(self->sources_in_arena);
-    case '0': Py_RETURN_FALSE;
-    default: return Py_NewRef(self->pause ? self->pause : Py_None);
-  }
+static PyObject *Channel_lateness(Channel *self, void *closure) {
+  (void)closure;
+  return PyFloat_FromDouble(now() - self->last);
 }
 
-static int Channel_set_pause(Channel *self, PyObject *value, void *closure) {
-  (void)closure;
-  Py_XSETREF(self->pause, Py_XNewRef(value));
-  return 0;
+static PyObject *Channel_moves(Channel *self, void *closure) {
+  (void)self, (void)closure;
+  Py_RETURN_FALSE;
 }
 
 static PyMethodDef Channel_methods[] = {
@@ -325,29 +310,36 @@ static PyMethodDef Channel_methods[] = {
      "area(rank, number)\n--\n\n"
      "Return where a piece area is in the memory; of rank -1: that for sums."},
     {NULL}};
+static PyMemberDef Channel_members[] = {
+    {"headers", T_UINT, offsetof(Channel, channel.headers), READONLY, "Headers exchanged so far."},
+    {"areas_used", T_UINT, offsetof(Channel, channel.areas_used), READONLY,
+     "Piece areas used so far."},
+    {"who", T_INT, offsetof(Channel, channel.who), READONLY, "The rank that has left."},
+    {"seconds", T_DOUBLE, offsetof(Channel, seconds), READONLY, "Time spent in calls."},
+    {"tree", T_INT, offsetof(Channel, channel.tree), READONLY,
+     "Whether ranks wait by a tree of counters."},
+    {"pause", T_OBJECT, offsetof(Channel, pause), 0,
+     "Called with the seconds waited, after each slice of a wait; may raise."},
+    {"reductions", T_ULONG, offsetof(Channel, reductions), READONLY,
+     "Reductions of `Reduce` so far."},
+    {"reduced", T_ULONGLONG, offsetof(Channel, reduced), READONLY,
+     "Bytes of this rank's arrays in them."},
+    {"gathers", T_ULONG, offsetof(Channel, gathers), READONLY, "All-gathers of `Gather` so far."},
+    {"gathered", T_ULONGLONG, offsetof(Channel, gathered), READONLY,
+     "Bytes of this rank's arrays in them."},
+    {"results_in_arena", T_ULONG, offsetof(Channel, results_in_arena), READONLY,
+     "Reductions whose results were written straight to the arenas."},
+    {"sources_in_arena", T_ULONG, offsetof(Channel, sources_in_arena), READONLY,
+     "Reductions whose arrays were read where they are, in the arenas."},
+    {NULL}};
 static PyGetSetDef Channel_fields[] = {
     {"verdict", (getter)Channel_verdict, NULL,
      "What all ranks make of the last header: flag, same_call, same_value, results_in_arena,\n"
      "largest.",
      NULL},
-    {"headers", (getter)Channel_get, NULL, "Headers exchanged so far.", "h"},
-    {"areas_used", (getter)Channel_get, NULL, "Piece areas used so far.", "t"},
-    {"who", (getter)Channel_get, NULL, "The rank that has left.", "w"},
-    {"seconds", (getter)Channel_get, NULL, "Time spent in calls.", "s"},
-    {"lateness", (getter)Channel_get, NULL, "Seconds since the last header began.", "l"},
-    {"moves", (getter)Channel_get, NULL,
-     "False: while data move, steps say which ranks are missing.", "0"},
-    {"tree", (getter)Channel_get, NULL, "Whether ranks wait by a tree of counters.", "x"},
-    {"pause", (getter)Channel_get, (setter)Channel_set_pause,
-     "Called with the seconds waited, after each slice of a wait; may raise.", "-"},
-    {"reductions", (getter)Channel_get, NULL, "Reductions of `Reduce` so far.", "k"},
-    {"reduced", (getter)Channel_get, NULL, "Bytes of this rank's arrays in them.", "y"},
-    {"gathers", (getter)Channel_get, NULL, "All-gathers of `Gather` so far.", "g"},
-    {"gathered", (getter)Channel_get, NULL, "Bytes of this rank's arrays in them.", "z"},
-    {"results_in_arena", (getter)Channel_get, NULL,
-     "Reductions whose results were written straight to the arenas.", "p"},
-    {"sources_in_arena", (getter)Channel_get, NULL,
-     "Reductions whose arrays were read where they are, in the arenas.", "b"},
+    {"lateness", (getter)Channel_lateness, NULL, "Seconds since the last header began.", NULL},
+    {"moves", (getter)Channel_moves, NULL,
+     "False: while data move, steps say which ranks are missing.", NULL},
     {NULL}};
 PyTypeObject ChannelType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Channel",
@@ -360,4 +352,5 @@ PyTypeObject ChannelType = {
     .tp_init = (initproc)Channel_init,
     .tp_dealloc = (destructor)Channel_dealloc,
     .tp_methods = Channel_methods,
+    .tp_members = Channel_members,
     .tp_getset = Channel_fields};

@@ -170,7 +170,8 @@ class Round:
         """End the round, since a replica has died. Each replica that lives calls it."""
         if not self.over:
             self.over = True
-            survival.revoke(self.replicas)
+            assert self.replicas is not None  # a spare does not give up
+            self.replicas.Revoke()
             survival.agree(self.replicas, 0, self._wait)
 
     def _wait(self, request: MpiRequest) -> None:
@@ -202,7 +203,7 @@ class Round:
 
     def leave(self) -> None:
         """Tell the others that this replica leaves, and raises. Not collective."""
-        survival.revoke(self.stop)
+        self.stop.Revoke()
 
     def wait_as_spare(self) -> bool:
         """Wait until this spare is needed; return False if the replicas have raised.
@@ -286,11 +287,11 @@ def meet(before: Round | None, member: Member, timeout: float = 0.0) -> Round:
         comm = library.mpi_module().COMM_WORLD
     else:
         comm = before.all
-        survival.revoke(comm)
+        comm.Revoke()
     survival.agree(comm, 1, wait)  # shrinking would wait for all, and forever
     stop = None if before is None else before.stop
     while True:
-        comm = survival.shrink(comm)
+        comm = comm.Shrink()
         found: Round | Exception | None = None
         try:
             found = _begin(comm, stop, member, timeout)
@@ -302,7 +303,7 @@ def meet(before: Round | None, member: Member, timeout: float = 0.0) -> Round:
                 is None
             ):
                 raise
-            survival.revoke(comm)
+            comm.Revoke()
         if survival.agree(comm, int(found is not None), wait) and found is not None:
             if isinstance(found, Exception):
                 raise found

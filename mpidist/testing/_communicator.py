@@ -124,9 +124,9 @@ class ThreadCommunicator(AnyCommunicator):
                 )
         return pending.result
 
-    def open_headers(self) -> _Headers:
-        """Return what exchanges headers between threads."""
-        return _Headers(self)
+    def open_headers(self) -> Callable[[tuple[int, ...]], Pending]:
+        """Return what starts to exchange headers between threads."""
+        return functools.partial(self.start, "a header")
 
     def start_message(self, data: bytes | None) -> Pending:
         """Start sending bytes from rank 0 to all; ``data`` is None on the receivers."""
@@ -216,14 +216,3 @@ class ThreadCommunicator(AnyCommunicator):
         self.traffic.count("Allgather", 8 * len(numbers))
         rows = self.call("an exchange of integers", [int(n) for n in numbers])
         return [list(row) for row in rows]
-
-
-class _Headers:
-    """The headers of a communicator between threads; see `channel.Exchange`."""
-
-    def __init__(self, comm: ThreadCommunicator) -> None:
-        self._comm = comm
-
-    def start(self, words: tuple[int, ...], /) -> Pending:
-        """Return a request, whose result are the integers of each rank."""
-        return self._comm.start("a header", words)

@@ -28,7 +28,6 @@ from mpidist._agreement.deadline import Deadline
 from mpidist._base import machine
 from mpidist._base.reduce_op import COMBINE
 from mpidist._mpi import between, communicator
-from mpidist._mpi.between import HeaderGather, open_core_channel
 from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.way import NEVER, Way
 from mpidist._strategy.strategy import group_of
@@ -261,12 +260,15 @@ def test_the_persistent_collectives_of_mpich_4_0_are_not_used(monkeypatch):
 def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
     monkeypatch.setattr(between, "FEW", few)
     rank, size = comm.Get_rank(), comm.Get_size()
-    collective, channel = open_core_channel(
+    headers = between.CoreHeaders(
         _unwrapped(comm, kind, monkeypatch), said_on(comm, kind), crowded=True
     )
-    if kind != "new":
-        assert collective.persistent is None
-        assert collective.name == ("Iallreduce" if few == 0 else "Iallgather")
+    channel = headers.channel
+    name = "allreduce" if few == 0 else "allgather"
+    if kind == "new":
+        name = f"Start of {name.capitalize()}_init"
+    else:
+        name = f"I{name}"
     assert channel.room == between.ROOM
     want = sum(range(1, size + 1))
     for count in [1, 100, channel.room, 0, 7, *range(16, channel.room, 16)]:
@@ -280,7 +282,8 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
         _native.core.DIFFERENT if size > 1 else _native.core.OK
     )
     assert channel.verdict == (0, int(size == 1), int(size == 1), 0, size - 1)
-    collective.free()
+    assert headers.calls()[name] == channel.headers > 0
+    headers.free()
 
 
 def _unwrapped(comm: Any, kind: str, patch: pytest.MonkeyPatch) -> Any:
@@ -311,22 +314,24 @@ class Modules:
 
 @mpi
 @core
-@pytest.mark.parametrize("kind", KINDS)
-def test_headers_without_the_core(comm, kind):
+def test_headers_without_the_core(comm, monkeypatch):
+    monkeypatch.setattr(_native, "core", None)
     rank, size = comm.Get_rank(), comm.Get_size()
-    headers = HeaderGather(of_kind(comm, kind), said_on(comm, kind))
+    ranks = communicator.Communicator(comm, Deadline(20))
+    start = ranks.open_headers()
     for turn in range(20):
-        request = headers.start((rank, turn, -turn, 2**62 + rank, -(2**62), 7))
+        request = start((rank, turn, -turn, 2**62 + rank, -(2**62), 7))
         while not request.Test():
             os.sched_yield()
         assert request.result == [
-            (k, turn, -turn, 2**62 + k, -(2**62), 7) for k in range(size)
+            [k, turn, -turn, 2**62 + k, -(2**62), 7] for k in range(size)
         ]
-    channel = ExchangeChannel(headers)
+    channel = ExchangeChannel(start)
     for turn in range(20):
         assert channel.meet(0, 7, turn, rank, 0, -1) == OK
         assert channel.verdict == (0, 1, 1, 0, size - 1)
-    headers.free()
+    assert ranks.traffic.total_mpi()["Iallgather"] == 40
+    ranks.drop()
 
 
 @mpi

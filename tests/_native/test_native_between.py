@@ -43,7 +43,7 @@ _OP = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, ctypes.POINTER(ctypes.c_int), _
 _keys = itertools.count(10**9)
 
 # Handles of MPI, as the test has them.
-BYTE = 7
+BYTE, ELEMENT_TYPE, MERGE = 7, 8, 9
 ITEMSIZES = {21: 4, 22: 8}
 COMM_OF_RANK_0 = 100
 
@@ -124,8 +124,7 @@ class World:
             ctypes.addressof(cell) if self.persistent else 0,
             0,
             tuple(ctypes.cast(f, _POINTER).value or 0 for f in self.functions),
-            (COMM_OF_RANK_0 + rank, BYTE),
-            None if self.persistent else functools.partial(self._begin, rank),
+            (COMM_OF_RANK_0 + rank, BYTE, ELEMENT_TYPE, MERGE),
             ctypes.addressof,
             self._fail,
             self.owner,
@@ -141,12 +140,6 @@ class World:
         if not self.code:
             self._send_header(_WORD.from_address(request).value - 1)
         return self.code
-
-    def _begin(self, rank: int) -> Any:
-        if self.code:
-            raise MPIError(self.code)
-        self._send_header(rank)
-        return self.requests[rank]
 
     def _send_header(self, rank: int) -> None:
         combine = self._merged if self.merges else b"".join
@@ -165,6 +158,9 @@ class World:
         self, send: int, receive: int, count: int, dtype: int, op: int, comm: int,
         request: int,
     ) -> int:  # fmt: skip
+        if (dtype, op) == (ELEMENT_TYPE, MERGE):
+            assert (self.merges, count) == (True, 1)
+            return self._begin(comm, request)
         nbytes = count * ITEMSIZES[dtype]
         return self._move(comm, send, receive, nbytes, request)
 
@@ -172,7 +168,17 @@ class World:
         self, send: int, count: int, byte: int, receive: int, _: int, byte_too: int,
         comm: int, request: int,
     ) -> int:  # fmt: skip
+        if byte == ELEMENT_TYPE:
+            assert (self.merges, count) == (False, 1)
+            return self._begin(comm, request)
         return self._move(comm, send, receive, count, request)
+
+    def _begin(self, comm: int, request: int) -> int:
+        if not self.code:
+            rank = comm - COMM_OF_RANK_0
+            _WORD.from_address(request).value = rank + 1
+            self._send_header(rank)
+        return self.code
 
     def _move(
         self, comm: int, send: int, receive: int, nbytes: int, request: int
@@ -351,7 +357,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def rest_of(world: World) -> tuple[Any, ...]:
     functions = tuple(ctypes.cast(f, _POINTER).value or 0 for f in world.functions)
-    return (4, 1, 1, 0, functions, (1, 1), None, print, print, world)
+    return (4, 1, 1, 0, functions, (1, 1, 1, 0), print, print, world)
 
 
 def test_memory_that_is_not_one_of_elements_is_refused() -> None:
@@ -536,7 +542,7 @@ def test_a_signal_while_data_move_keeps_their_memory() -> None:
     x, out = np.ones(100), np.full(100, 5.0)
     call = functools.partial(reduce.eager, x, out)
     interrupted_by_a_signal(call, lambda: world.ranks[0].moves)
-    assert (first.active, first.moves, first.reductions) == (True, True, 0)
+    assert first.active and first.moves and not first.reductions
     assert (out == 5).all()
     with pytest.raises(RuntimeError, match="abandoned"):
         first.meet(*header(1))
