@@ -163,12 +163,9 @@ class Compression:
 
         Args:
             peers: one rank of each node, or all ranks.
-            buffer: float32 or float64, of the same size on all peers.
+            buffer: float32 or float64, of the same size on all peers. Infinities are
+                passed on, so NumPy's errors are to be ignored.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # infinities are passed on
-            self._allreduce(peers, buffer)
-
-    def _allreduce(self, peers: BufferCollectives, buffer: HostArray) -> None:
         codec, me, nodes = self._codec, peers.rank, peers.size
         count = -(-buffer.size // nodes)
         parts = [buffer[k * count : (k + 1) * count] for k in range(nodes)]

@@ -76,18 +76,12 @@ def fits_header(resources: Resources, signature: Signature) -> bool:
 
 
 def reduce_on_node(resources: Resources, signature: Signature) -> _native.Reduce:
-    """Return a nest in the core of this rank's node.
-
-    Of several nodes the sum over the nodes is divided, not that of one.
-    """
-    node, rows = resources.node, signature.nest.rows
-    if resources.nodes is not None:
-        node = resources.nodes.node
-        rows = [row._replace(divisor=0) for row in rows]
+    """Return a nest in the core of this rank's node."""
+    node = resources.node if resources.nodes is None else resources.nodes.node
     assert node is not None
     return _native.core.Reduce(
         node.channel,
-        rows,
+        signature.nest.rows,
         node.piece_bytes,
         signature.call.fingerprint,
         resources.guard.patience_ms,

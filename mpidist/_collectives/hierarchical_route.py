@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ import numpy as np
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
-from mpidist._base.memory import LINE
+from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._collectives import nodes
 from mpidist._collectives.between_route import has_same_bits
@@ -105,24 +106,19 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         self._leaves = signature.leaves
         self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
-        self._groups = [
-            (members, Group(resources, nodes, part)) for members, part in groups
-        ]
+        self._groups = [Group(resources, nodes, *group) for group in groups]
 
     def _prepare(self, arrays: list[Array]) -> _Call:
         results: Results = [None] * len(arrays)
         if self._wanted:
             new = self._pool.empty
             results = [new(x.shape, x.reduction.result) for x in self._leaves]
-        works = [
-            group.prepare([(arrays[i], results[i]) for i in members])
-            for members, group in self._groups
-        ]
+        works = [group.prepare(arrays, results) for group in self._groups]
         return _Call(results, works)
 
     def _move(self, work: _Call) -> None:
         try:
-            for (_, group), part in zip(self._groups, work.works, strict=True):
+            for group, part in zip(self._groups, work.works, strict=True):
                 group.run(part)
         except BaseException:
             self._nodes.node.channel.leave()  # the others wait for its steps
@@ -130,12 +126,12 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
 
     def _conclude(self, call: Call, work: _Call) -> Results:
         results = work.results
-        for (members, _), (_, sums) in zip(self._groups, work.works, strict=True):
-            for i, total in zip(members, sums, strict=True):
+        for group, (_, sums) in zip(self._groups, work.works, strict=True):
+            for i, total in zip(group.members, sums, strict=True):
                 if total is not None and total is not results[i]:
                     with np.errstate(all="ignore"):
                         np.copyto(results[i], backend.to_host(total), casting="unsafe")
-        nbytes = sum(group.nbytes for _, group in self._groups)
+        nbytes = sum(group.nbytes for group in self._groups)
         self._comm.traffic.count(self._kind, nbytes)
         return results
 
@@ -163,19 +159,27 @@ class _Call(NamedTuple):
 
 
 class Group:
-    """Leaves that are reduced together, as one sequence of bytes."""
+    """Leaves that are reduced together, as one sequence of bytes.
+
+    Attributes:
+        members: their numbers in the nest.
+        nbytes: of all of them.
+    """
 
     def __init__(
-        self, resources: Resources, nodes: Nodes, signature: Signature
+        self,
+        resources: Resources,
+        nodes: Nodes,
+        members: list[int],
+        signature: Signature,
     ) -> None:
-        nest, node = signature.nest, nodes.node
+        nest = signature.nest
+        self.members = members
         self.nbytes: int = nest.nbytes
         self._shapes = nest.shapes
         self._nodes = nodes
         self._guard = resources.guard
         self._core = core = reduce_on_node(resources, signature)
-        # The same layout; it makes no step, and knows the divisors.
-        self._layout = _native.core.Reduce(node.channel, nest.rows, node.piece_bytes)
         self._wanted = signature.root in (None, resources.comm.rank)
         self._compression = signature.compress() if signature.compress else None
         self._ranges = list(zip(core.starts, nest.sizes, strict=True))
@@ -184,18 +188,20 @@ class Group:
         # Of the slice of this rank that is sent.
         self._first = 0
         self._slice: HostArray | None = None
-        self._copies: list[HostArray] = []
+        self._copies: HostArray = nodes.scratch  # of the slice, from all nodes
         self._transfer: Transfer | None = None
 
-    def prepare(self, pairs: list[tuple[Array, Array | None]]) -> _Work:
+    def prepare(self, arrays: list[Array], results: Results) -> _Work:
         """Return what the core reads, and what it writes. Not collective.
 
         Args:
-            pairs: arrays of this rank, and those for their sums. If sums have another
-                dtype, they are to be converted from the sums that this returns.
+            arrays: of this rank, of the nest.
+            results: for their sums. If these have another dtype, they are to be
+                converted from the sums that this returns.
         """
         sources, sums = [], []
-        for (x, result), (shape, dtype) in zip(pairs, self._shapes, strict=True):
+        for i, (shape, dtype) in zip(self.members, self._shapes, strict=True):
+            x, result = arrays[i], results[i]
             x = x if x.dtype == dtype else x.astype(dtype)
             x = backend.contiguous(x)
             # NumPy calls an empty array aligned wherever it is
@@ -263,13 +269,12 @@ class Group:
         """Start to reduce a slice over the peers, or to gather those of all."""
         scratch = self._nodes.scratch
         if peers.way.gathers:
-            rows = scratch[: piece.size * peers.size]
-            self._copies = list(rows.reshape(peers.size, piece.size))
+            self._copies = rows = scratch[: piece.size * peers.size]
             call = functools.partial(peers.comm.Iallgather, piece, rows)
             return peers.start((call,), piece, rows)
         source = scratch[: piece.size]
         source[...] = piece  # not MPI_IN_PLACE: see `way_of`
-        self._copies = [piece]
+        self._copies = piece
         calls = []
         for run in self._runs:
             a = max(run.start - self._first, 0)
@@ -292,33 +297,22 @@ class Group:
         assert self._transfer is not None
         peers.finish(self._transfer)
         self._transfer = None
-        if len(self._copies) > 1 or self._divisor:
-            self._layout.reduce_range(self._first, self._copies, piece)
+        if self._copies is not piece or self._divisor:
+            self._core.reduce_range(self._first, self._copies, piece)
 
     def _reduce_compressed(
         self, peers: BufferCollectives, compression: Compression
     ) -> None:
         """All-reduce the floats of the slice, as one array, as 16-bit floats."""
         assert self._slice is not None
+        for start, nbytes in self._ranges:  # there are no numbers between leaves
+            end = max(start + nbytes - self._first, 0)
+            self._slice[end : round_up(end, LINE)] = 0
         dtype = self._shapes[0][1]  # of all
-        first, last = self._first, self._first + self._slice.size
-        parts = [
-            self._slice[max(a, first) - first : min(a + n, last) - first]
-            for a, n in self._ranges
-            if max(a, first) < min(a + n, last)
-        ]
-        if not parts:
-            return
-        floats = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        floats = floats.view(dtype)
+        floats = self._slice.view(dtype)
         compression.allreduce(peers, floats)
         if self._divisor:
             np.true_divide(floats, dtype.type(self._divisor), out=floats)
-        if len(parts) > 1:
-            raw, at = floats.view(np.uint8), 0
-            for part in parts:
-                part[...] = raw[at : at + part.size]
-                at += part.size
 
 
 class _Run(NamedTuple):
@@ -350,17 +344,12 @@ def _find_runs(
 ) -> list[_Run]:
     """Return the runs of a nest, in their order."""
     runs: list[_Run] = []
-    names: list[tuple[str, str]] = []
-    for row, (start, nbytes) in zip(rows, ranges, strict=True):
-        name = (row.dtype, row.operation)
-        if (
-            names and names[-1] == name
-        ):  # with the bytes between them, which nobody reads
-            runs[-1] = runs[-1]._replace(stop=start + nbytes)
-            continue
-        names.append(name)
+    leaves = zip(rows, ranges, strict=True)
+    for name, run in itertools.groupby(leaves, lambda x: (x[0].dtype, x[0].operation)):
+        # With the bytes between them, which nobody reads.
+        places = [place for _, place in run]
         op, dtype, datatype = host_op(*name)
-        runs.append(_Run(start, start + nbytes, dtype, op, datatype))
+        runs.append(_Run(places[0][0], sum(places[-1]), dtype, op, datatype))
     return runs
 
 

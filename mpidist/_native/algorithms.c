@@ -107,7 +107,7 @@ void md_shared_combine(md_channel *ch, md_shared *call, int piece) {
     if (call->sources) sources[ch->rank] = call->sources[i] + (a - leaf->start);
     for (int j = 0; j < outs; j++) results[j] = out[j] + a;
     md_reduce(leaf->kernel, results, outs, sources, ch->size,
-              (b - a) / md_itemsize(leaf->kernel), leaf->divisor);
+              (b - a) / md_itemsize(leaf->kernel), call->undivided ? 0 : leaf->divisor);
   }
 }
 
@@ -191,11 +191,11 @@ int md_shared_run(md_channel *ch, md_shared *call) {
 }
 
 void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned char *out,
-                     const unsigned char *const *copies, int n) {
+                     const unsigned char *copies, int n) {
   FOR_PARTS(nest, first, last, i, leaf, a, b) {
     const void *sources[MD_MAX_RANKS];
     void *result = out + (a - first);
-    for (int k = 0; k < n; k++) sources[k] = copies[k] + (a - first);
+    for (int k = 0; k < n; k++) sources[k] = copies + (size_t)k * (last - first) + (a - first);
     md_reduce(leaf->kernel, &result, 1, sources, n, (b - a) / md_itemsize(leaf->kernel),
               leaf->divisor);
   }

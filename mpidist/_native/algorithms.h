@@ -35,6 +35,7 @@ typedef struct {
   unsigned char *const *results;       /* if not in the arena; NULL: nowhere */
   int results_in_arena, sources_in_arena;
   int copied;      /* piece 0 of this rank, before the header */
+  int undivided;   /* sums of a node; `md_reduce_range` divides those of all nodes */
   uint32_t number; /* of the header with the offsets */
   uint32_t first_area;
 } md_shared;
@@ -55,11 +56,11 @@ int md_pieces(size_t nbytes, size_t area_bytes);
 void md_piece(const md_nest *nest, int piece, size_t *first, size_t *last);
 void md_slice(size_t first, size_t last, int rank, int size, size_t *start, size_t *stop);
 
-/* The sum of bytes [first, last) of the layout, of which `n` copies lie in memory of their
-   own, from the first to the last copy; for callers that have them from other nodes.
+/* The sum of bytes [first, last) of the layout, of which `n` copies follow each other, from
+   the first to the last copy; for callers that have them from other nodes.
    `first` is a multiple of MD_LINE; `out` may be one of the copies. */
 void md_reduce_range(const md_nest *nest, size_t first, size_t last, unsigned char *out,
-                     const unsigned char *const *copies, int n);
+                     const unsigned char *copies, int n);
 
 /* --- gather and broadcast ------------------------------------------------------------ */
 

@@ -364,7 +364,7 @@ static PyObject *Reduce_start(Reduce *self, PyObject *args) {
   release_views(self);
   md_channel *ch = &self->channel->channel;
   self->call = (md_shared){
-      .nest = &self->nest, .number = ch->headers, .first_area = ch->areas_used};
+      .nest = &self->nest, .number = ch->headers, .first_area = ch->areas_used, .undivided = 1};
   if (sources != Py_None) {
     if (get_views(self, sources, PyBUF_SIMPLE, (void **)self->sources)) goto fail;
     self->call.sources = (const unsigned char *const *)self->sources;
@@ -405,39 +405,20 @@ static PyObject *Reduce_copy_out(Reduce *self, PyObject *piece) {
 /* Of one node's sums, and those of other nodes: `Reduce.reduce_range`. */
 static PyObject *Reduce_range(Reduce *self, PyObject *args) {
   Py_ssize_t first;
-  PyObject *copies, *done = NULL;
-  Py_buffer out;
-  if (!PyArg_ParseTuple(args, "nO!w*", &first, &PyList_Type, &copies, &out)) return NULL;
-  Py_ssize_t n = PyList_GET_SIZE(copies), held = 0;
-  Py_buffer *views = PyMem_Calloc(n ? (size_t)n : 1, sizeof(Py_buffer));
-  const unsigned char **memory = PyMem_Calloc(n ? (size_t)n : 1, sizeof(void *));
-  uintptr_t ends = (uintptr_t)out.buf;
-  if (!views || !memory) PyErr_NoMemory();
-  for (; views && memory && held < n; held++) {
-    if (PyObject_GetBuffer(PyList_GET_ITEM(copies, held), &views[held], PyBUF_SIMPLE)) break;
-    memory[held] = views[held].buf;
-    ends |= (uintptr_t)views[held].buf;
-    if (views[held].len != out.len) {
-      PyErr_Format(PyExc_ValueError, "reduce_range: copy %zd has %zd bytes, expected %zd", held,
-                   views[held].len, out.len);
-      held++;
-      break;
-    }
+  PyObject *done = NULL;
+  Py_buffer copies, out;
+  if (!PyArg_ParseTuple(args, "ny*w*", &first, &copies, &out)) return NULL;
+  Py_ssize_t n = out.len ? copies.len / out.len : 0, last = first + out.len;
+  uintptr_t ends = (uintptr_t)copies.buf | (uintptr_t)out.buf | (uintptr_t)out.len;
+  if (n < 1 || n > MD_MAX_RANKS || n * out.len != copies.len || first < 0 || first % MD_LINE ||
+      ends % 16 || (size_t)last > self->nest.nbytes) {
+    PyErr_SetString(PyExc_ValueError, "reduce_range: not a range of the layout");
+  } else {
+    Py_BEGIN_ALLOW_THREADS md_reduce_range(&self->nest, (size_t)first, (size_t)last, out.buf,
+                                           copies.buf, (int)n);
+    Py_END_ALLOW_THREADS done = Py_NewRef(Py_None);
   }
-  if (!PyErr_Occurred()) {
-    if (n < 1 || n > MD_MAX_RANKS || first < 0 || first % MD_LINE || ends % 16 ||
-        (size_t)first + (size_t)out.len > self->nest.nbytes) {
-      PyErr_SetString(PyExc_ValueError, "reduce_range: not a range of the layout");
-    } else {
-      size_t last = (size_t)first + (size_t)out.len;
-      Py_BEGIN_ALLOW_THREADS md_reduce_range(&self->nest, (size_t)first, last, out.buf, memory,
-                                             (int)n);
-      Py_END_ALLOW_THREADS done = Py_NewRef(Py_None);
-    }
-  }
-  while (held > 0) PyBuffer_Release(&views[--held]);
-  PyMem_Free(views);
-  PyMem_Free(memory);
+  PyBuffer_Release(&copies);
   PyBuffer_Release(&out);
   return done;
 }
@@ -490,7 +471,8 @@ static PyMethodDef Reduce_methods[] = {
      "    results: the same, for the results; in the arena, if they are there.\n"
      "    result_offset: where the layout of the results begins in the arena, or NOWHERE."},
     {"start", (PyCFunction)Reduce_start, METH_VARARGS,
-     "start(sources=None, results=None)\n--\n\nBegin to go piece by piece, after a header."},
+     "start(sources=None, results=None)\n--\n\n"
+     "Begin to go piece by piece, after a header; only `reduce_range` divides."},
     {"copy_in", (PyCFunction)Reduce_copy_in, METH_O, "copy_in(piece)\n--\n\nCopy a piece in."},
     {"combine", (PyCFunction)Reduce_combine, METH_O,
      "combine(piece)\n--\n\nReduce this rank's slice of a piece."},
@@ -499,8 +481,8 @@ static PyMethodDef Reduce_methods[] = {
      "finish()\n--\n\nLet go of the arrays of `start`."},
     {"reduce_range", (PyCFunction)Reduce_range, METH_VARARGS,
      "reduce_range(first, copies, out)\n--\n\nReduce a range of the layout, of several copies.\n\n"
-     "Args:\n    first: where it begins.\n    copies: a list of buffers of its size, of which\n"
-     "        `out` may be one.\n    out: for the result."},
+     "Args:\n    first: where it begins.\n    copies: buffers of its size, one after the other.\n"
+     "    out: for the result; it may be one of the copies."},
     {"piece", (PyCFunction)Reduce_piece, METH_O,
      "piece(number)\n--\n\nReturn where a piece begins and ends in the layout."},
     {NULL}};

@@ -102,6 +102,7 @@ class Alone:
 
 @pytest.mark.parametrize("scheme", ["fp16", "bf16"])
 @pytest.mark.parametrize("poison", [None, np.inf, np.nan])
+@np.errstate(over="ignore", invalid="ignore")
 def test_errors_are_fed_back_and_those_of_infinities_are_not_kept(scheme, poison):
     rng = np.random.default_rng(1)
     x = rng.normal(size=1000).astype("float32")
