@@ -44,7 +44,7 @@ from mpidist._collectives.mpi_gather import (
     MpiGather,
 )
 from mpidist._collectives.node import Node
-from mpidist._collectives.plan import Plan, Results
+from mpidist._collectives.plan import Plan, Results, as_buffers
 from mpidist._collectives.pool import SMALLEST
 from mpidist._collectives.resources import Resources
 
@@ -53,25 +53,40 @@ _QUICK_BYTES: Final = 32 * 1024  # which travel with the header on one node
 
 def make(resources: Resources, signature: GatherSignature) -> Plan:
     """Return the plan of a signature; of the same class on all ranks."""
-    leaves, guard = len(signature.leaves), resources.guard
-    by_mpi = MpiGather(resources, signature)
+    lengths_bytes, guard = 8 * len(signature.leaves), resources.guard
     if not signature.on_host:
-        return by_mpi
-    node, room = resources.node, _QUICK_BYTES
+        return MpiGather(resources, signature)
+    node = resources.node
     is_shared = node is not None and signature.transports.host.name == "shared"
-    if is_shared and _native.core.EAGER_BYTES - 8 * leaves > LINE:
+    if is_shared and _native.core.EAGER_BYTES - lengths_bytes > LINE:
         assert node is not None
-        large = ArenaGather(resources, signature, node, by_mpi)
-        return HeaderGather(resources, signature, node.channel, large, room)
+        core = _new_core(resources, signature, node.channel)
+        large = ArenaGather(resources, signature, core, node)
+        return HeaderGather(resources, signature, core, large, _QUICK_BYTES)
     channel: _native.Between = guard.channel
     if _native.core is None or type(channel) is not _native.core.Between:
-        return by_mpi
-    if not guard.enabled or 8 * leaves > channel.share:
-        return by_mpi
-    quick_bytes = channel.share - 8
+        return MpiGather(resources, signature)
+    if not guard.enabled or lengths_bytes > channel.share:
+        return MpiGather(resources, signature)
+    core = _new_core(resources, signature, channel)
+    by_mpi, quick_bytes = MpiGather(resources, signature, core), channel.share - 8
     if by_mpi.is_one_block:
         quick_bytes = max(quick_bytes, SMALLEST)
-    return HeaderGather(resources, signature, channel, by_mpi, quick_bytes)
+    return HeaderGather(resources, signature, core, by_mpi, quick_bytes)
+
+
+def _new_core(
+    resources: Resources,
+    signature: GatherSignature,
+    channel: _native.Channel | _native.Between,
+) -> _native.Gather:
+    """Return the nest in the core; the channel exchanges its headers."""
+    rows = [
+        (math.prod(leaf.before), math.prod(leaf.after) * leaf.dtype.itemsize)
+        for leaf in signature.leaves
+    ]
+    number, patience = signature.call.fingerprint, resources.guard.patience_ms
+    return _native.core.Gather(channel, rows, number, patience)
 
 
 class HeaderGather(Plan):
@@ -80,7 +95,7 @@ class HeaderGather(Plan):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        channel: exchanges the headers.
+        core: the nest in the core.
         large: gathers large arrays, when their lengths are known.
         quick_bytes: see `Plan`.
     """
@@ -89,7 +104,7 @@ class HeaderGather(Plan):
         self,
         resources: Resources,
         signature: GatherSignature,
-        channel: _native.Channel | _native.Between,
+        core: _native.Gather,
         large: ArenaGather | MpiGather,
         quick_bytes: int,
     ) -> None:
@@ -97,13 +112,7 @@ class HeaderGather(Plan):
         self._leaves = leaves = signature.leaves
         self._axes = [leaf.axis for leaf in leaves]
         self.large = large
-        rows = [
-            (math.prod(leaf.before), math.prod(leaf.after) * leaf.dtype.itemsize)
-            for leaf in leaves
-        ]
-        number, patience = signature.call.fingerprint, resources.guard.patience_ms
-        self._core = core = _native.core.Gather(channel, rows, number, patience)
-        large.use(core)
+        self._core = core
         self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in leaves)
         if len(leaves) == 1 and not self._raw:
             self.quick = core
@@ -119,7 +128,7 @@ class HeaderGather(Plan):
         guard, call, meet = self._guard, self.call, self._core.meet
         guard.settle()  # the communication thread may be in the core
         lengths = tuple([x.shape[k] for x, k in zip(arrays, self._axes, strict=True)])
-        sources = _as_buffers(arrays) if self._raw else list(arrays)
+        sources = as_buffers(arrays) if self._raw else list(arrays)
         memory: Memory | None = None
         if not self._core.fits(lengths):
             with guard.checking(call):
@@ -176,7 +185,7 @@ class HeaderGather(Plan):
             ]
         except MemoryError as error:
             raise self._guard.fail(self.call, error) from None
-        self._core.get(_as_buffers(results) if self._raw else results)
+        self._core.get(as_buffers(results) if self._raw else results)
         return results
 
 
@@ -186,31 +195,24 @@ class ArenaGather:
     Args:
         resources: of the strategy.
         signature: of the calls.
-        node: the memory.
-        by_mpi: gathers if an arena is full.
-
-    Attributes:
         core: the nest in the core.
+        node: the memory.
     """
 
     def __init__(
         self,
         resources: Resources,
         signature: GatherSignature,
+        core: _native.Gather,
         node: Node,
-        by_mpi: MpiGather,
     ) -> None:
         self._guard = resources.guard
         self._leaves = signature.leaves
         self.node = node
-        self._by_mpi = by_mpi
         self._call = signature.call
-        self.core: _native.Gather = None
-
-    def use(self, core: _native.Gather) -> None:
-        """Use the nest of a header."""
-        self.core = core
-        self._by_mpi.use(core)
+        self._core = core
+        # If an arena is full.
+        self._by_mpi = MpiGather(resources, signature, core)
 
     def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory:
         """Return memory for results, as if all ranks had arrays of these lengths."""
@@ -225,19 +227,19 @@ class ArenaGather:
         """Return the results, now that all know the lengths of all. Collective."""
         guard = self._guard
         with guard.checking(self._call):
-            rows = self.core.lengths()
+            rows = self._core.lengths()
             memory = self._reserve([sum(n) for n in zip(*rows, strict=True)])
         said = guard.agree_on(HAVE_MEMORY, offset=memory.offset, timeout=timeout)
         if not said.in_arenas:
             return self._by_mpi.gather(sources, None, timeout)
         with guard.payload(self._call):
-            if self.core.spread(sources) == LEFT:
+            if self._core.spread(sources) == LEFT:
                 raise LeftError(self.node.channel.who)
         return memory.results
 
     def _reserve(self, totals: Sequence[int]) -> Memory:
         """Return memory for results of these lengths."""
-        starts = self.core.layout(tuple(totals))
+        starts = self._core.layout(tuple(totals))
         slot = self.node.pool.take(starts[-1])
         results: list[Array] = []
         for leaf, n, start in zip(self._leaves, totals, starts[:-1], strict=True):
@@ -248,8 +250,3 @@ class ArenaGather:
                 in_slot: Callable[..., Array] = np.ndarray
                 results.append(in_slot(shape, leaf.dtype, slot, start))
         return Memory(results, NOWHERE if slot is None else slot.offset)
-
-
-def _as_buffers(arrays: Sequence[Array]) -> list[Array]:
-    """Return arrays with the buffer protocol, which bfloat16 lacks."""
-    return [x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays]

@@ -126,15 +126,23 @@ class Memory(NamedTuple):
 class MpiGather(Plan):
     """All-gathers arrays of any kind by the transports of a call.
 
-    Attributes:
+    Args:
+        resources: of the strategy.
+        signature: of the calls.
         core: the nest in the core, if it exchanges the headers.
+
+    Attributes:
         is_one_block: whether the result is what MPI gathers, as it comes.
     """
 
-    core: _native.Gather = None
-
-    def __init__(self, resources: Resources, signature: GatherSignature) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        signature: GatherSignature,
+        core: _native.Gather = None,
+    ) -> None:
         super().__init__(resources, signature.call)
+        self._core = core
         self._leaves = signature.leaves
         self._transports = signature.transports
         self._pool = resources.pool
@@ -171,10 +179,6 @@ class MpiGather(Plan):
                 rows = list(comm.all_gather_integers(lengths))
             return self.gather(arrays, memory, timeout, rows)
 
-    def use(self, core: _native.Gather) -> None:
-        """Use the nest of a header, which tells the lengths."""
-        self.core = core
-
     def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory | None:
         """Return memory for results, as if all ranks had arrays of these lengths.
 
@@ -199,7 +203,7 @@ class MpiGather(Plan):
             timeout: seconds to wait for the others; None: the strategy's.
             rows: the lengths of each rank; None: the core knows them.
         """
-        rows = self.core.lengths() if rows is None else rows
+        rows = self._core.lengths() if rows is None else rows
         guard, own = self._guard, list(rows[self._comm.rank])
         same = all(list(row) == own for row in rows)
         if memory is None or not same:  # alike on all ranks: see `make`
@@ -233,8 +237,10 @@ class MpiGather(Plan):
         packs = self._packs and max(self._nbytes(row) for row in rows) <= limit
         messages = []
         for group in [every] if packs else [[i] for i in every]:
-            parts = [backend.as_bytes(backend.contiguous(arrays[i])) for i in group]
-            send = parts[0] if len(parts) == 1 else _join(parts)
+            parts: list[Any] = [
+                backend.as_bytes(backend.contiguous(arrays[i])) for i in group
+            ]
+            send = parts[0] if len(parts) == 1 else np.concatenate(parts)
             if not packs and self._leaves[group[0]].is_flat:
                 receive = backend.as_bytes(results[group[0]])
                 messages.append(Message(group, send, receive, unpacks=False))
@@ -263,7 +269,3 @@ class MpiGather(Plan):
                     part, leaf.dtype, leaf.shape(length)
                 )
                 ends[i] += length
-
-
-def _join(parts: list[Any]) -> Array:
-    return np.concatenate(parts)

@@ -123,13 +123,13 @@ class CoreNest:
         return self.raw(found)
 
     def raw(self, arrays: list[Array]) -> list[Array]:
-        """Return arrays with the buffer protocol, which bfloat16 lacks."""
-        if not self._views:
-            return arrays
-        return [
-            backend.contiguous(x).view(np.uint16) if backend.is_bfloat16(x.dtype) else x
-            for x in arrays
-        ]
+        """Return arrays with the buffer protocol."""
+        return as_buffers(arrays) if self._views else arrays
+
+
+def as_buffers(arrays: Sequence[Array]) -> list[Array]:
+    """Return arrays with the buffer protocol, which bfloat16 lacks."""
+    return [x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays]
 
 
 def _travels_as(leaf: Leaf, wide: bool) -> DType:

@@ -64,6 +64,11 @@ static void Gather_dealloc(Gather *self) {
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* The bytes of a leaf. */
+static size_t nbytes_of(const Gather *self, int i, const int64_t *lengths) {
+  return self->leaves[i].before * self->leaves[i].row * (size_t)lengths[i];
+}
+
 /* Whether leaves of these lengths travel with the header.  Larger ones are copied less often
    where they are written to the results of all, which takes one step more: where ranks share
    cores, a step costs more than that. */
@@ -73,7 +78,7 @@ static int gather_fits(const Gather *self, const int64_t *lengths) {
   else most = self->channel->channel.tree ? MD_EAGER_BYTES : MD_EAGER_BYTES / 4;
   size_t at = gather_head(self);
   for (int i = 0; i < self->count; i++) {
-    at += align8(self->leaves[i].before * self->leaves[i].row * (size_t)lengths[i]);
+    at += align8(nbytes_of(self, i, lengths));
     if (at > most) return 0;
   }
   return 1;
@@ -114,9 +119,8 @@ static int exchange(Gather *self, const unsigned char *slot, int fits, long long
   uint64_t hash = 14695981039346656037u;
   size_t payload = 0;
   for (int i = 0; i < self->count; i++) {
-    const GatherLeaf *leaf = &self->leaves[i];
     hash = (hash ^ (uint64_t)lengths[i]) * 1099511628211u;
-    payload += leaf->before * leaf->row * (size_t)lengths[i];
+    payload += nbytes_of(self, i, lengths);
   }
   /* All learn whether all fit. */
   const long long words[WORDS] = {0,     fingerprint, (long long)(hash >> 1), !fits, patience,
@@ -169,20 +173,6 @@ static int fill(Gather *self, const void *source, void *result) {
   return 0;
 }
 
-int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result) {
-  unsigned char *slot = begin_slot(self);
-  if (!slot) return -1;
-  int64_t *lengths = (int64_t *)slot;
-  lengths[0] = length;
-  int fits = gather_fits(self, lengths);
-  if (fits)
-    memcpy(slot + gather_head(self), source,
-           self->leaves[0].before * self->leaves[0].row * (size_t)length);
-  int status = exchange(self, slot, fits, self->fingerprint, self->patience, MD_NOWHERE);
-  if (status == MD_OK && fill(self, source, result)) return -1;
-  return finish_gather(self, status);
-}
-
 static int64_t total_of(const Gather *self, int leaf) {
   int64_t total = 0;
   for (int r = 0; r < size_of(self); r++)
@@ -204,8 +194,7 @@ Py_ssize_t gathered_length(const Gather *self) {
 /* Where leaf i begins in the slot of a rank. */
 static size_t leaf_start(const Gather *self, const int64_t *lengths, int i) {
   size_t at = gather_head(self);
-  for (int k = 0; k < i; k++)
-    at += align8(self->leaves[k].before * self->leaves[k].row * (size_t)lengths[k]);
+  for (int k = 0; k < i; k++) at += align8(nbytes_of(self, k, lengths));
   return at;
 }
 
@@ -241,11 +230,10 @@ static int get_views(Gather *self, PyObject *arrays) {
     return -1;
   }
   for (int i = 0; i < self->count; i++) {
-    const GatherLeaf *leaf = &self->leaves[i];
     Py_buffer *view = &self->views[i];
     if (PyObject_GetBuffer(PyList_GET_ITEM(arrays, i), view, PyBUF_SIMPLE)) return -1;
     self->held++;
-    size_t nbytes = leaf->before * leaf->row * (size_t)self->lengths[i];
+    size_t nbytes = nbytes_of(self, i, self->lengths);
     if ((size_t)view->len != nbytes) {
       PyErr_Format(PyExc_TypeError, "Gather: leaf %d has %zd bytes, expected %zu", i, view->len,
                    nbytes);
@@ -290,6 +278,35 @@ static int get_result(Gather *self, PyObject *result) {
   return -1;
 }
 
+/* Exchange the header for the views of this rank's leaves, of its lengths, by a slot that was begun;
+   return the status, or -1 with an exception. */
+static int meet(Gather *self, unsigned char *slot, long long fingerprint, long long patience,
+                long long result_offset, void *result) {
+  memcpy(slot, self->lengths, gather_head(self));
+  size_t at = gather_head(self);
+  int fits = gather_fits(self, self->lengths);
+  for (int i = 0; fits && i < self->count; i++) {
+    size_t nbytes = nbytes_of(self, i, self->lengths);
+    memcpy(slot + at, self->views[i].buf, nbytes);
+    at += align8(nbytes);
+  }
+  int status = exchange(self, slot, fits, fingerprint, patience, result_offset);
+  if (status == MD_OK && has_room(self)) {
+    status = spread(self);
+    self->filled = status == MD_OK;
+  }
+  if (status == MD_OK && fill(self, self->views[0].buf, result)) return -1;
+  return finish_gather(self, status);
+}
+
+int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result) {
+  unsigned char *slot = begin_slot(self);
+  if (!slot) return -1;
+  self->lengths[0] = length;
+  self->views[0].buf = (void *)(uintptr_t)source; /* the caller holds the array */
+  return meet(self, slot, self->fingerprint, self->patience, MD_NOWHERE, result);
+}
+
 static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
   if (count != 6) return PyErr_Format(PyExc_TypeError, "meet: expected 6 arguments");
   long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
@@ -300,21 +317,8 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
   if (get_views(self, args[0])) {
     result = other_arrays();
   } else if ((args[5] == Py_None || !get_result(self, args[5])) && (slot = begin_slot(self))) {
-    memcpy(slot, self->lengths, (size_t)self->count * sizeof *self->lengths);
-    size_t at = gather_head(self);
-    int fits = gather_fits(self, self->lengths);
-    for (int i = 0; fits && i < self->count; i++) {
-      memcpy(slot + at, self->views[i].buf, (size_t)self->views[i].len);
-      at += align8((size_t)self->views[i].len);
-    }
-    int status = exchange(self, slot, fits, fingerprint, patience, result_offset);
-    if (status == MD_OK && has_room(self)) {
-      status = spread(self);
-      self->filled = status == MD_OK;
-    }
     void *memory = self->held > self->count ? self->views[self->count].buf : NULL;
-    if (status == MD_OK && fill(self, self->views[0].buf, memory)) status = -1;
-    else status = finish_gather(self, status);
+    int status = meet(self, slot, fingerprint, patience, result_offset, memory);
     if (status >= 0) result = PyLong_FromLong(status);
   }
   if (!is_abandoned(self->between)) release_views(self);
@@ -345,8 +349,7 @@ static PyObject *Gather_layout(Gather *self, PyObject *totals) {
   size_t start = 0;
   for (int i = 0; starts && i <= self->count; i++) {
     put_item(&starts, i, PyLong_FromSize_t(start));
-    const GatherLeaf *leaf = &self->leaves[i];
-    if (i < self->count) start += line(leaf->before * leaf->row * (size_t)self->lengths[i]);
+    if (i < self->count) start += line(nbytes_of(self, i, self->lengths));
   }
   return starts;
 }
