@@ -101,7 +101,6 @@ class Communicator(AnyCommunicator):
         self._waiter = waiter
         self._channel: _native.Between | None = None
         self._to_free: list[Callable[[], object]] = []
-        self._when_freed: Callable[[], None] = _nothing
         self._dropped = False
         self._comm = duplicate(comm, waiter.wait)
         self.rank = self._comm.Get_rank()
@@ -197,8 +196,8 @@ class Communicator(AnyCommunicator):
         return Transfer([request], self._words, received.tolist)
 
     def on_free(self, function: Callable[[], None]) -> None:
-        """Set a function to call when the communicator is freed."""
-        self._when_freed = function
+        """Call a function before the communicator is freed."""
+        self._to_free.insert(0, function)
 
     def drop(self) -> None:
         """Mark it as unused by this rank. Not collective.
@@ -223,8 +222,6 @@ class Communicator(AnyCommunicator):
         return self._dropped and self.losses() is not None
 
     def _free(self) -> None:
-        self._when_freed()
-        self._when_freed = _nothing
         for free in self._to_free:
             free()
         self._to_free = []
@@ -381,7 +378,3 @@ class Communicator(AnyCommunicator):
         """End all calls of MPI on it, on all ranks, if MPI can. Not collective."""
         if self.outlives_ranks:
             self._comm.Revoke()
-
-
-def _nothing() -> None:
-    """Do nothing."""
