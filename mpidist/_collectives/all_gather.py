@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
@@ -23,7 +21,7 @@ class AllGathers:
     """Concatenates arrays of all ranks.
 
     Attributes:
-        entry: `all_gather` for callers.
+        quick: its ``entry`` is `all_gather` for callers.
 
     Args:
         resources: of the strategy.
@@ -33,12 +31,7 @@ class AllGathers:
     def __init__(self, resources: Resources, cache: PlanCache) -> None:
         self.resources = resources
         self._cache = cache
-        self._quick: QuickCalls = QuickCalls(resources, self.all_gather, 0)
-        self.entry: Callable[..., Nest] = self._quick.entry
-
-    def forget(self) -> None:
-        """Have the core forget its plans."""
-        self._quick.forget()
+        self.quick: QuickCalls = QuickCalls(resources, self.all_gather, 0)
 
     @observed(nest_of_all)
     def all_gather(
@@ -67,7 +60,7 @@ class AllGathers:
             plan = None if of_call is None else of_call.get((leaf,))
             if plan is not None and 0 <= k < tree.ndim:
                 if call == "all_gather":
-                    self._quick.keep(axis, tree, plan, k)
+                    self.quick.keep(axis, tree, plan, k)
                 return plan((tree,))[0]
         return self._all_gather(tree, axis, options, call)
 

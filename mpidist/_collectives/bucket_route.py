@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpidist._collectives.compression import LEAST_BYTES, Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
-from mpidist._collectives.transports import Reducer
+from mpidist._collectives.transports import Transport
 from mpidist._mpi.communicator import Communicator
 
 _BYTES: Final = np.dtype(np.uint8)
@@ -136,7 +136,7 @@ class BucketReduce(PreparedPlan[_Call]):
     def _move(self, work: _Call) -> None:
         for bucket in self._buckets:
             near = work.arrays[bucket.leaves[0]]
-            transport = cast(Reducer, self._transports.of(near))  # it `takes` them
+            transport = self._transports.of(near)
             if bucket.operation == "gather":
                 self._gather(bucket.leaves[0], work, transport)
             elif self._is_direct(bucket):
@@ -153,7 +153,7 @@ class BucketReduce(PreparedPlan[_Call]):
         alone = len(bucket.leaves) == 1 and bucket.compression is None
         return alone and encoding == "none" and self._root is None
 
-    def _reduce(self, index: int, work: _Call, transport: Reducer) -> None:
+    def _reduce(self, index: int, work: _Call, transport: Transport) -> None:
         reduction = self._leaves[index].reduction
         assert reduction.mpi != "gather"
         source = backend.flat(backend.contiguous(work.arrays[index]))
@@ -162,7 +162,7 @@ class BucketReduce(PreparedPlan[_Call]):
         if reduction.op is ReduceOp.MEAN:
             reduction.decode(result, self._comm.size, result)
 
-    def _reduce_packed(self, bucket: Bucket, work: _Call, transport: Reducer) -> None:
+    def _reduce_packed(self, bucket: Bucket, work: _Call, transport: Transport) -> None:
         memory = work.packed[self._leaves[bucket.leaves[0]].on_device]
         packed = memory[: bucket.size * bucket.wire.itemsize].view(bucket.wire)
         parts: list[tuple[int, Reduction, Array]] = []
@@ -186,7 +186,7 @@ class BucketReduce(PreparedPlan[_Call]):
             for index, reduction, part in parts:
                 reduction.decode(part, self._comm.size, work.results[index])
 
-    def _gather(self, index: int, work: _Call, transport: Reducer) -> None:
+    def _gather(self, index: int, work: _Call, transport: Transport) -> None:
         """Gather all values and combine them in rank order: MPI cannot reduce them."""
         size, x = self._comm.size, work.arrays[index]
         send = backend.as_bytes(backend.contiguous(x))

@@ -8,7 +8,7 @@ on one rank alone is done before the agreement, and its failure is told to all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend, gpus, nest
@@ -35,7 +35,7 @@ ROUTES: Final = (eager, shared, between, hierarchical, buckets, staged, mpi)
 """In this order; the last takes everything."""
 
 
-class Collectives:
+class Collectives(Copies):
     """The collectives of one group of replicas; the arguments of `Resources`.
 
     Attributes:
@@ -47,7 +47,6 @@ class Collectives:
         plans: of all-reduces and all-gathers.
         all_reduce: `Plans.all_reduce`, with what the core does itself of it.
         all_gather: `AllGathers.all_gather`, in the same way.
-        broadcast: and the other methods of `Copies`.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Collectives:
         memory: SharedMemory = NO_MEMORY,
     ) -> None:
         resources = Resources(comm, guard, options, environment, device, memory)
-        self.resources: Resources = resources
+        super().__init__(resources)
         self.comm = comm
         self.guard = guard
         self.options = options
@@ -68,18 +67,9 @@ class Collectives:
         self.invalid: Callable[[str, BaseException], NoReturn] = resources.invalid
         self.cache: PlanCache = PlanCache()
         self.plans: Plans = Plans(resources, self.cache, ROUTES, self._reduce_slices)
-        self.all_reduce: Callable[..., Nest] = self.plans.entry
+        self.all_reduce: Callable[..., Nest] = self.plans.quick.entry
         self._gathers = resources.observing(AllGathers)(resources, self.cache)
-        self.all_gather: Callable[..., Nest] = self._gathers.entry
-        copies = resources.observing(Copies)(resources)
-        self.broadcast: Callable[..., Nest] = copies.broadcast
-        self.share: Callable[[Callable[[], list[Any]], str], list[Any]] = copies.share
-        self.send_arrays: Callable[[list[Any], str], None] = copies.send_arrays
-        self.receive_arrays: Callable[..., list[Any]] = copies.receive_arrays
-        self.collect: Callable[[list[Any], str], list[list[Any]]] = copies.collect
-        self.scatter: Callable[..., list[Any]] = copies.scatter
-        self.buffers_like: Callable[[Nest], Nest] = copies.buffers_like
-        self.check_plain: Callable[[str, list[Nest]], None] = copies.check_plain
+        self.all_gather: Callable[..., Nest] = self._gathers.quick.entry
 
     def decide_device_transports(
         self, findings: Sequence[Finding], timeout_seconds: float
@@ -103,8 +93,8 @@ class Collectives:
 
     def _forget(self) -> None:
         self.cache.clear()
-        self.plans.forget()
-        self._gathers.forget()
+        self.plans.quick.forget()
+        self._gathers.quick.forget()
 
     def _reduce_slices(
         self,

@@ -51,11 +51,12 @@ class _Head:
     payload: Any = None  # any object that can be pickled
 
 
-def _head_of(value: Any, call: str) -> _Head:
+def _split(value: Any, call: str) -> tuple[_Head, list[Array]]:
+    """Return the head of a value, and the array, if it is one."""
     if not backend.is_array(value):
-        return _Head(None, payload=value)
+        return _Head(None, payload=value), []
     x, kind = backend.as_array(value, call)
-    return _Head(x.dtype, tuple(x.shape), kind, backend.is_device_array(x))
+    return _Head(x.dtype, tuple(x.shape), kind, backend.is_device_array(x)), [x]
 
 
 class Copies:
@@ -127,13 +128,11 @@ class Copies:
         if self.resources.comm.rank == 0:
             with guard.checking(call):
                 values = make()
-                heads = [_head_of(value, text) for value in values]
-                data = pickle.dumps(heads)
+                data, arrays = _write_heads(values, text)
         guard.agree(call)
         if self.resources.comm.rank != 0:
             return self.receive_arrays(text)
-        self.resources.messages.send(data)
-        self._send_values(values, heads, text)
+        self._send(data, arrays, text)
         return values
 
     @observed(values_to_all)
@@ -142,9 +141,11 @@ class Copies:
 
         Without agreement: for the coordinator, whose followers only wait.
         """
-        heads = [_head_of(value, call) for value in values]
-        self.resources.messages.send(pickle.dumps(heads))
-        self._send_values(values, heads, call)
+        self._send(*_write_heads(values, call), call)
+
+    def _send(self, heads: bytes, arrays: list[Array], call: str) -> None:
+        self.resources.messages.send(heads)
+        self._move_arrays(lambda: list(map(backend.contiguous, arrays)), arrays, call)
 
     @observed(values_from_rank_0, has_values)
     def receive_arrays(self, call: str = FROM_RANK_0) -> list[Any]:
@@ -155,15 +156,15 @@ class Copies:
         """
         heads: list[_Head] = pickle.loads(self.resources.messages.receive())
         device = self.resources.device.array_module
+        awaited = [head for head in heads if head.dtype is not None]
 
         def allocate() -> list[Array]:
             return [
                 (device if head.on_device else np).empty(head.shape, head.dtype)
-                for head in heads
-                if head.dtype is not None
+                for head in awaited
             ]
 
-        received = iter(self._move_arrays(allocate, heads, call))
+        received = iter(self._move_arrays(allocate, awaited, call))
         return [
             head.payload
             if head.dtype is None
@@ -171,27 +172,20 @@ class Copies:
             for head in heads
         ]
 
-    def _send_values(self, values: list[Any], heads: list[_Head], call: str) -> None:
-        """Broadcast the arrays of rank 0."""
-
-        def arrays() -> list[Array]:
-            return [
-                backend.contiguous(backend.as_array(value, call)[0])
-                for value, head in zip(values, heads, strict=True)
-                if head.dtype is not None
-            ]
-
-        self._move_arrays(arrays, heads, call)
-
     def _move_arrays(
-        self, allocate: Callable[[], list[Array]], heads: list[_Head], call: str
+        self, allocate: Callable[[], list[Array]], moved: list[Any], call: str
     ) -> list[Array]:
         """Broadcast rank 0's arrays, when all ranks have memory for them. Collective.
+
+        Args:
+            allocate: returns the arrays of rank 0, or memory for them.
+            moved: as many as there are arrays.
+            call: the name of the call in messages.
 
         Raises:
             MemoryError: on all ranks, if ``allocate`` failed on one.
         """
-        if all(head.dtype is None for head in heads):
+        if not moved:
             return []
         arrays = self.resources.comm.together(allocate, call)
         with self.resources.guard.payload():
@@ -344,6 +338,13 @@ class Copies:
             )
 
 
+def _write_heads(values: list[Any], call: str) -> tuple[bytes, list[Array]]:
+    """Return the heads of values, pickled, and their arrays."""
+    parts = [_split(value, call) for value in values]
+    heads = pickle.dumps([head for head, _ in parts])
+    return heads, [x for _, arrays in parts for x in arrays]
+
+
 def _array_in(slot: _native.Slot, start: int, like: Array) -> HostArray:
     return np.ndarray(like.shape, like.dtype, slot, start)
 
@@ -364,9 +365,8 @@ def _write(
     rows: list[tuple[_Head, HostArray | None]] = []
     large = [np.empty(0, np.uint8) for _ in values]
     for number, value in enumerate(values):
-        head, raw = _head_of(value, call), None
-        if head.dtype is not None:
-            x = backend.as_array(value, call)[0]
+        (head, arrays), raw = _split(value, call), None
+        for x in arrays:
             raw = backend.as_bytes(backend.contiguous(backend.to_host(x)))
             if raw.size > most:
                 large[number], raw = raw, None

@@ -185,16 +185,10 @@ class Devices:
     ) -> None:
         self._comm = comm
         self._device = device
-        self._environment = environment
         self.memory: HostMemory = HostMemory(environment.staging_bytes)
         self._nccl: NcclTransport | None = None
         # Until the ranks have decided: what works on any rank.
         self.decision: Decision = Decision("staged", "staged: one replica", mixed=True)
-
-    def look(self, wanted: CommunicationImplementation) -> Finding:
-        """Return what this rank finds, for a request of the options."""
-        host = self._comm.host_names[self._comm.rank]
-        return look(wanted, self._device, host, self._environment)
 
     def decide(
         self,

@@ -21,6 +21,7 @@ import numpy as np
 from mpidist._base import backend, gpus
 from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import DeviceArray, DType
+from mpidist._collectives.transports import Transport
 from mpidist._mpi.any_communicator import AnyCommunicator
 
 NcclCommunicator: TypeAlias = Any
@@ -60,7 +61,7 @@ class _Reduction(NamedTuple):
     op: int
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Moves GPU buffers by NCCL.
 
     Args:
@@ -93,13 +94,10 @@ class NcclTransport:
         send = receive if send is None else send
         found = self._find(send.dtype, op)
         if found is not None and send.size:
-            self._communicator.allReduce(
-                gpus.address(send),
-                gpus.address(receive),
-                send.size * found.parts,
-                found.type,
-                found.op,
-                gpus.current_stream().ptr,
+            count = send.size * found.parts
+            where = gpus.address(send), gpus.address(receive)
+            self._queue(
+                self._communicator.allReduce, *where, count, found.type, found.op
             )
             self._count("ncclAllReduce", send.nbytes)
 
@@ -107,30 +105,17 @@ class NcclTransport:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
         found = self._find(buffer.dtype, op)
         if found is not None and buffer.size:
-            where = gpus.address(buffer)
-            self._communicator.reduce(
-                where,
-                where,  # NCCL writes it on the root alone
-                buffer.size * found.parts,
-                found.type,
-                found.op,
-                root,
-                gpus.current_stream().ptr,
-            )
+            count, where = buffer.size * found.parts, gpus.address(buffer)
+            kind = found.type, found.op, root  # NCCL writes it on the root alone
+            self._queue(self._communicator.reduce, where, where, count, *kind)
             self._count("ncclReduce", buffer.nbytes)
 
     def broadcast(self, buffer: DeviceArray, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
         if buffer.size:
-            where = gpus.address(buffer)
-            self._communicator.broadcast(
-                where,
-                where,
-                buffer.nbytes,
-                self._nccl.NCCL_UINT8,
-                root,
-                gpus.current_stream().ptr,
-            )
+            count, where = buffer.nbytes, gpus.address(buffer)
+            byte = self._nccl.NCCL_UINT8
+            self._queue(self._communicator.broadcast, where, where, count, byte, root)
             self._count("ncclBroadcast", buffer.nbytes)
 
     def all_gather(
@@ -141,28 +126,28 @@ class NcclTransport:
         If ranks have different numbers of bytes it is a group of broadcasts, as in
         NCCL's user guide ("Group Calls"): NCCL has no all-gather for them.
         """
-        stream = gpus.current_stream().ptr
         byte = self._nccl.NCCL_UINT8
         if sum(counts) == 0:
             return
         self._count("ncclAllGather", send.nbytes)
+        source, start = gpus.address(send), gpus.address(receive)
         if len(set(counts)) == 1:
-            self._communicator.allGather(
-                gpus.address(send), gpus.address(receive), counts[0], byte, stream
-            )
+            self._queue(self._communicator.allGather, source, start, counts[0], byte)
             return
-        start = gpus.address(receive)
+        call = self._communicator.broadcast
         self._nccl.groupStart()
         try:
             for root, count in enumerate(counts):
                 if count:
-                    source = gpus.address(send) if root == self._rank else start
-                    self._communicator.broadcast(
-                        source, start, count, byte, root, stream
-                    )
+                    where = source if root == self._rank else start
+                    self._queue(call, where, start, count, byte, root)
                 start += count
         finally:
             self._nccl.groupEnd()
+
+    def _queue(self, call: Callable[..., object], *arguments: int) -> None:
+        """Make a call of NCCL, whose last argument is the stream."""
+        call(*arguments, gpus.current_stream().ptr)
 
     def check(self) -> None:
         """Check whether an earlier call has failed, which NCCL reports only later.

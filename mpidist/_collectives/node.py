@@ -125,9 +125,8 @@ def open_node(comm: Communicator) -> tuple[Node | None, str]:
         made, problem = _attempt(lambda: make_file(total, head))
     try:
         # A path of each node's first rank; the problem of any.
-        rows = comm.all_gather_objects(
-            f"!{problem}".encode() if problem else b"" if made is None else _path(made)
-        )
+        path = "" if made is None else made[1]
+        rows = comm.all_gather_objects((f"!{problem}" if problem else path).encode())
         found = next((row[1:].decode() for row in rows if row.startswith(b"!")), "")
         if found:
             return None, f"no memory in {SHARED_MEMORY}: {found}"
@@ -180,10 +179,6 @@ def free_bytes() -> int:
         return status.f_bavail * status.f_frsize
     except OSError:
         return 0
-
-
-def _path(made: tuple[int, str]) -> bytes:
-    return made[1].encode()
 
 
 def make_file(total: int, head: int) -> tuple[int, str]:

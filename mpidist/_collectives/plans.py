@@ -51,7 +51,7 @@ class Plans:
     """All-reduces of a strategy.
 
     Attributes:
-        entry: `all_reduce` for callers.
+        quick: its ``entry`` is `all_reduce` for callers.
 
     Args:
         resources: of the strategy.
@@ -71,12 +71,7 @@ class Plans:
         self.cache = cache
         self._routes = routes
         self._reduce_slices = reduce_slices
-        self._quick: QuickCalls = QuickCalls(resources, self.all_reduce, 1)
-        self.entry: Callable[..., Nest] = self._quick.entry
-
-    def forget(self) -> None:
-        """Have the core forget its plans."""
-        self._quick.forget()
+        self.quick: QuickCalls = QuickCalls(resources, self.all_reduce, 1)
 
     def all_reduce(
         self,
@@ -119,7 +114,7 @@ class Plans:
                 return self._first_time(op, tree, options, call, root)
             timeout = None if options is None else self._timeout_of(options)
             if (call, options, root) == _USUAL:
-                self._quick.keep(op, tree, plan)
+                self.quick.keep(op, tree, plan)
             return plan([tree], None, timeout)[0]
         try:
             leaves, structure = nest.flatten(tree)

@@ -13,7 +13,7 @@ from mpidist._base import gpus, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Array
-from mpidist._collectives.devices import Devices, Finding, place_text
+from mpidist._collectives.devices import Devices, Finding, look, place_text
 from mpidist._collectives.node import Node
 from mpidist._collectives.nodes import NO_MEMORY, Nodes, SharedMemory
 from mpidist._collectives.pool import Pool
@@ -122,7 +122,8 @@ class Resources:
 
     def look_for_devices(self) -> Finding:
         """Return what this rank finds of how its GPU buffers can move."""
-        return self.devices.look(self._resolve(self.options.implementation))
+        wanted, host = self._resolve(self.options.implementation), self.comm.host_names
+        return look(wanted, self.device, host[self.comm.rank], self.environment)
 
     def decide_devices(
         self, findings: Sequence[Finding], timeout_seconds: float

@@ -20,9 +20,8 @@ import numpy as np
 
 from mpidist._base import backend, gpus
 from mpidist._base.memory import LINE, round_up
-from mpidist._base.reduce_op import MPIOp
-from mpidist._base.types import Array, DeviceArray, DType, HostArray
-from mpidist._collectives.transports import DirectTransport
+from mpidist._base.types import Array, DeviceArray, HostArray
+from mpidist._collectives.transports import DirectTransport, Transport
 
 _FIRST_BYTES: Final = 16 * 2**20
 
@@ -85,7 +84,7 @@ def store(host: HostArray, x: DeviceArray) -> None:
         gpus.start_copy_to_device(raw, backend.as_bytes(x), gpus.current_stream())
 
 
-class StagedTransport:
+class StagedTransport(Transport):
     """Copies GPU buffers through the host, where another transport takes over.
 
     It reduces none: a nest goes by the routes of host arrays (`staged_route`).
@@ -100,10 +99,6 @@ class StagedTransport:
     def __init__(self, host: DirectTransport, memory: HostMemory) -> None:
         self._host = host
         self._memory = memory
-
-    def takes(self, dtype: DType, op: MPIOp | str) -> bool:
-        """Return False: see the class."""
-        return False
 
     def broadcast(self, buffer: DeviceArray, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
@@ -133,6 +128,3 @@ class StagedTransport:
             host = np.empty(receive.shape, receive.dtype)
             self._host.all_gather(own, host, counts)
             store(host, receive)
-
-    def check(self) -> None:
-        """Do nothing: calls of MPI report their failures themselves."""

@@ -7,7 +7,7 @@ arrays and one for GPU arrays; `devices` chooses them.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
@@ -18,44 +18,46 @@ from mpidist._base.types import Array, DType
 from mpidist._mpi.any_communicator import AnyCommunicator
 
 
-class Transport(Protocol):
+class Transport:
     """Moves buffers of one kind, on the host or on GPUs.
 
     The kind is that of the arrays for which `Transports.of` returns it, which no type
     says: so the buffers are of `Any`.
+
+    Attributes:
+        name: as `mpidist info` and the trace print it.
     """
 
-    @property
-    def name(self) -> str:
-        """The name that `mpidist info` and the trace print."""
+    name: str
 
     def takes(self, dtype: DType, op: str) -> bool:
         """Return whether it reduces buffers of a dtype with an operation of MPI."""
+        return False
+
+    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
+        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
+        raise NotImplementedError
+
+    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
+        """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
+        raise NotImplementedError
 
     def broadcast(self, buffer: Any, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
+        raise NotImplementedError
 
     def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
         """Concatenate bytes of all ranks, on all ranks."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise if an earlier call has failed, which NCCL reports only later."""
 
 
-class Reducer(Transport, Protocol):
-    """A transport that also reduces, what it `takes`."""
-
-    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
-        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
-
-    def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
-        """Reduce ``buffer`` of all ranks into that of the root."""
-
-
-class DirectTransport:
+class DirectTransport(Transport):
     """Passes buffers to MPI: host memory, or GPU memory if MPI is CUDA-aware.
 
-    The methods are those of `Reducer`. Of ranks that share memory the core broadcasts;
+    Of ranks that share memory the core broadcasts;
     all else that is in that memory has a route (`core_routes`, `hierarchical_route`).
 
     Args:
@@ -107,9 +109,6 @@ class DirectTransport:
         """Concatenate bytes of all ranks, on all ranks."""
         backend.synchronize(send)
         self.comm.all_gather(send, receive, counts)
-
-    def check(self) -> None:
-        """Do nothing: calls of MPI report their failures themselves."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -412,7 +412,7 @@ def no_memory_once(strategy, monkeypatch):
     monkeypatch.setattr(np, "empty", fail)
     full = types.SimpleNamespace(take=fail)
     collectives = group_of(strategy).collectives
-    collectives.plans.forget()  # the core makes small results itself
+    collectives.plans.quick.forget()  # the core makes small results itself
     for plan in collectives.cache.plans():
         if plan.route == "shared":
             node = dataclasses.replace(plan.node, pool=full)
