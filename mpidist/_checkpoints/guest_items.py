@@ -9,6 +9,7 @@ the file has only its leaves, by their paths.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -23,19 +24,20 @@ from mpidist._values.variable import Variable
 _MOST_LINES = 5
 
 
+@dataclasses.dataclass(eq=False)
 class Held:
     """A plain value or a pytree, at its place in a dictionary, under a name."""
 
-    def __init__(self, holder: MutableMapping[str, Any], name: str) -> None:
-        self._holder, self._name = holder, name
+    holder: MutableMapping[str, Any]
+    name: str
 
     def get(self) -> Any:
         """Return the value."""
-        return self._holder[self._name]
+        return self.holder[self.name]
 
     def set(self, value: Any) -> None:
         """Replace the value."""
-        self._holder[self._name] = value
+        self.holder[self.name] = value
 
 
 def item_of(name: str, value: Any) -> StateItem | None:

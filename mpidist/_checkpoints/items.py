@@ -6,9 +6,10 @@ Those of torch and JAX are in `guest_items`.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -20,11 +21,12 @@ from mpidist._checkpoints.state_json import Json, Packed, State
 from mpidist._values.variable import Variable
 
 
+@dataclasses.dataclass(eq=False)
 class VariableItem:
     """A variable, which is saved as an array."""
 
-    def __init__(self, name: str, variable: Variable) -> None:
-        self.name, self.variable = name, variable
+    name: str
+    variable: Variable
 
     def __str__(self) -> str:
         kind = f" ON_READ {self.variable.aggregation.name}" if self.on_read else ""
@@ -51,10 +53,11 @@ class VariableItem:
             )
 
 
+@dataclasses.dataclass(eq=False)
 class StateItem:
     """An object with a state.
 
-    Args:
+    Attributes:
         name: its name in the checkpoint.
         get: returns its state.
         set: sets its state.
@@ -65,20 +68,13 @@ class StateItem:
         forget: drops what an object has beside its state, its gradients; None: nothing.
     """
 
-    kind = "object"
-
-    def __init__(
-        self,
-        name: str,
-        get: Callable[[], State],
-        set: Callable[[State], object],
-        *,
-        merge: Callable[[list[State]], State] | None = None,
-        readable: bool = True,
-        forget: Callable[[], object] | None = None,
-    ) -> None:
-        self.name, self.get, self.set = name, get, set
-        self.merge, self.readable, self.forget = merge, readable, forget
+    kind: ClassVar[str] = "object"
+    name: str
+    get: Callable[[], State]
+    set: Callable[[State], object]
+    merge: Callable[[list[State]], State] | None = None
+    readable: bool = True
+    forget: Callable[[], object] | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"
@@ -159,25 +155,21 @@ class NumpyGeneratorItem(GeneratorItem):
         return ""
 
 
+@dataclasses.dataclass(eq=False)
 class LaterItem:
     """An object that has no variables yet; it restores them when it makes them.
 
-    Args:
+    Attributes:
         name: its name in the checkpoint.
         keep: the function that keeps the arrays, by the names of the variables, and
             whether some may be missing; and the path, for messages. It returns a
             function that tells whether they are still kept.
+        waits: what ``keep`` has returned.
     """
 
-    waits: Callable[[], bool]
-    """What ``keep`` has returned."""
-
-    def __init__(
-        self,
-        name: str,
-        keep: Callable[[dict[str, HostArray], bool, str], Callable[[], bool]],
-    ) -> None:
-        self.name, self.keep = name, keep
+    name: str
+    keep: Callable[[dict[str, HostArray], bool, str], Callable[[], bool]]
+    waits: Callable[[], bool] = dataclasses.field(init=False)
 
     def __str__(self) -> str:
         return f"{self.name!r}: no variables yet"

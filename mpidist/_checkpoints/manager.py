@@ -80,16 +80,13 @@ class CheckpointManager:
         )
         call = objects_of(checkpoint).call("CheckpointManager")
         call.wait_for_save()
-
-        def check() -> str:
+        with call.guard.checking(call.name):
             _check_arguments(
                 max_to_keep, checkpoint_name, checkpoint_interval, step_counter
             )
             storage.check_format({}, format)
-            return as_path(directory, "CheckpointManager")
-
+            given_directory = as_path(directory, call.name)
         self._checkpoint = checkpoint
-        given_directory = call.attempt(check)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._format = format

@@ -43,6 +43,7 @@ _EXIT_CODE: Final = 42  # the same as TensorFlow's
 _GO_ON, _TOLD, _TIME_IS_UP = range(3)
 _Handler = Callable[[int, FrameType | None], object] | int | None
 _COUNTER: Final = "total_run_calls"
+_CALL: Final = "PreemptionCheckpointHandler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,41 +106,35 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
     ) -> None:
         """Restore the newest checkpoint, and watch for signals. Collective."""
-        given: object = checkpoint_or_checkpoint_manager
-        if isinstance(given, Checkpoint) and checkpoint_dir is not None:
-            checkpoint = given
-        elif isinstance(given, CheckpointManager):  # as TensorFlow, with its directory
-            checkpoint = given.checkpoint
-        else:
-            raise TypeError(
-                "PreemptionCheckpointHandler: expected a `mpidist.CheckpointManager`, "
-                "or a `mpidist.Checkpoint` and `checkpoint_dir`, got "
-                f"{given!r:.80} and checkpoint_dir={checkpoint_dir!r}"
-            )
-        config = (
-            TerminationConfig() if termination_config is None else termination_config
-        )
+        config = termination_config or TerminationConfig()
         expect(
             isinstance(config, TerminationConfig),
-            "PreemptionCheckpointHandler",
+            _CALL,
             "`termination_config` to be a `mpidist.experimental.TerminationConfig`",
             config,
         )
         watches = threads.current() is None
         if watches and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "PreemptionCheckpointHandler: expected to be created in the main "
-                "thread, the only one in which Python handles signals"
+                f"{_CALL}: expected to be created in the main thread, the only one in "
+                "which Python handles signals"
+            )
+        manager: object = checkpoint_or_checkpoint_manager
+        if isinstance(manager, Checkpoint) and checkpoint_dir is not None:
+            manager = CheckpointManager(manager, checkpoint_dir, max_to_keep=1)
+        if not isinstance(manager, CheckpointManager):
+            raise TypeError(
+                f"{_CALL}: expected a `mpidist.CheckpointManager`, or a "
+                f"`mpidist.Checkpoint` and `checkpoint_dir`, got {manager!r:.80} and "
+                f"checkpoint_dir={checkpoint_dir!r}"
             )
         self._config = config
-        self._checkpoint = checkpoint
+        self._manager = manager
+        self._objects = objects_of(manager.checkpoint)
         self._calls = 0
         counter = SimpleNamespace(state=lambda: self._calls, restore=self._set_calls)
-        objects_of(checkpoint).by_name[_COUNTER] = counter
-        if not isinstance(given, CheckpointManager):
-            given = CheckpointManager(checkpoint, checkpoint_dir or "", max_to_keep=1)
-        self._manager = given
-        self._manager.restore_or_initialize()
+        self._objects.by_name[_COUNTER] = counter
+        manager.restore_or_initialize()
         self._told_at: float | None = None
         self._previous: dict[int, _Handler] = {}
         if watches:
@@ -184,7 +179,7 @@ class PreemptionCheckpointHandler:
             args: positional arguments for the function that saves.
             kwargs: keyword arguments for the function that saves.
         """
-        call = objects_of(self._checkpoint).call("PreemptionCheckpointHandler")
+        call = self._objects.call(_CALL)
         state = call.attempt(self._look)
         state = call.guard.agree_on(Call(call.name), largest=state).largest
         if state != _GO_ON and self._told_at is None:

@@ -27,7 +27,6 @@ copied in part).
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -110,7 +109,7 @@ def clean(parent: str, name: str) -> None:
 
 def sync_directory(path: str) -> None:
     """Synchronise the names in a directory to the disk."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
@@ -129,13 +128,9 @@ def _make_directories(path: str) -> None:
         missing.append(path)
         path = os.path.dirname(path)
     for one in reversed(missing):
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(one)
-        except FileExistsError:
-            if not os.path.isdir(one):
-                raise NotADirectoryError(
-                    errno.ENOTDIR, os.strerror(errno.ENOTDIR), one
-                ) from None
+        sync_directory(one)  # which raises if it is not a directory
         sync_directory(os.path.dirname(one))
 
 

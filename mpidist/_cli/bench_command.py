@@ -131,7 +131,7 @@ def _facts(run: Bench) -> dict[str, Any]:
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "ranks": job.size,
         "nodes": run.nodes,
-        "simulated": run.nodes > job.nodes,
+        "simulated": run.nodes > len(job.nodes),
         "crowded": run.crowded,
         "machine": machine_facts(),
         "software": software_facts(job.mpi),

@@ -27,7 +27,6 @@ from mpidist._cli.facts import (
     software_facts,
     transport_facts,
 )
-from mpidist._cli.folder_check import check_folder
 from mpidist._cli.job import BUG, FAILED, OK, CheckFailedError, Job, Note, attempt
 from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
 from mpidist._mpi import versions
@@ -92,7 +91,7 @@ def _ranks(job: _Job) -> str:
     if total != job.size * (job.size - 1) // 2:
         raise CheckFailedError(f"the sum of all ranks is {total}", _LIBRARY)
     more = "; start more with mpirun -n N" if job.size == 1 else ""
-    nodes = f"{job.nodes} node{'s' * (job.nodes != 1)}"
+    nodes = f"{len(job.nodes)} node{'s' * (len(job.nodes) != 1)}"
     return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{more}"
 
 
@@ -294,7 +293,7 @@ _CHECKS: Final[dict[str, Callable[[_Job], str | Note]]] = {
     "open files": system_checks.open_files,
     "GPUs": system_checks.gpus,
     "shared memory": system_checks.shared_memory,
-    "folder": lambda job: check_folder(job, job.folder),
+    "folder": lambda job: system_checks.check_folder(job, job.folder),
     "CUDA-aware MPI": _cuda_aware,
 }
 

@@ -320,9 +320,10 @@ def measure_network(job: Job) -> list[str]:
     Returns:
         A line for each kind of node; none if there is one node.
     """
-    if job.nodes == 1:
+    if len(job.nodes) == 1:
         return []
-    leaders = job.comm.Split(0 if job.local_rank == 0 else job.mpi.UNDEFINED, job.rank)
+    leads = job.rank == job.node[0]
+    leaders = job.comm.Split(0 if leads else job.mpi.UNDEFINED, job.rank)
     names = ""
     if leaders != job.mpi.COMM_NULL:
         node, nodes = leaders.Get_rank(), leaders.Get_size()
@@ -337,7 +338,7 @@ def measure_network(job: Job) -> list[str]:
         leaders.Free()
     names = names or "no interface of Linux: memory, or a network with its own driver"
     by_rank: list[str] = job.comm.allgather(names)
-    return _lines_of_nodes([by_rank[first] for first in job.first_ranks])
+    return _lines_of_nodes([by_rank[node[0]] for node in job.nodes])
 
 
 def _lines_of_nodes(texts: Sequence[str]) -> list[str]:

@@ -67,7 +67,6 @@ def facts_of_job(device: str) -> Facts:
     """Return all facts, and of a strategy on a device, on all ranks. Collective."""
     job = Job()
     mine: Facts = {
-        "rank": job.rank,
         "machine": facts.machine_facts(),
         "software": {
             **facts.software_facts(job.mpi),
@@ -125,19 +124,16 @@ def facts_of_job(device: str) -> Facts:
 
 
 def _nodes(job: Job, ranks: Sequence[Facts]) -> list[Facts]:
-    nodes: list[Facts] = []
-    for number, first in enumerate(job.first_ranks):
-        here = [one for one in ranks if job.node_of[one["rank"]] == number]
-        nodes.append(
-            {
-                "host": ranks[first]["machine"]["host"],
-                "processor": ranks[first]["machine"]["processor"],
-                "gpus": ranks[first]["gpu"]["gpus"],
-                "ranks": [one["rank"] for one in here],
-                "cores": facts.cores_text([one["cores"] for one in here]),
-            }
-        )
-    return nodes
+    return [
+        {
+            "host": ranks[node[0]]["machine"]["host"],
+            "processor": ranks[node[0]]["machine"]["processor"],
+            "gpus": ranks[node[0]]["gpu"]["gpus"],
+            "ranks": node,
+            "cores": facts.cores_text([ranks[rank]["cores"] for rank in node]),
+        }
+        for node in job.nodes
+    ]
 
 
 def _problems(ranks: Sequence[Facts]) -> list[str]:
@@ -145,10 +141,10 @@ def _problems(ranks: Sequence[Facts]) -> list[str]:
     problems = list(filter(None, [facts.describe_stranger(len(ranks))]))
     for kind in ("software", "environment"):
         first = ranks[0][kind]
-        for one in ranks[1:]:
+        for rank, one in enumerate(ranks):
             problems += [
                 f"{key} is {first.get(key) or 'not set'} on rank 0, and "
-                f"{one[kind].get(key) or 'not set'} on rank {one['rank']}"
+                f"{one[kind].get(key) or 'not set'} on rank {rank}"
                 for key in sorted({*first, *one[kind]} - {"CUDA_VISIBLE_DEVICES"})
                 if first.get(key) != one[kind].get(key)
             ]

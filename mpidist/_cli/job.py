@@ -34,14 +34,10 @@ class Job:
         comm: the communicator that hand-written code uses.
         rank: the rank of this process.
         size: the number of ranks.
-        nodes: the number of machines that they are on.
-        local_rank: the number of this process on its machine.
-        local_size: the number of ranks on this machine.
-        node_of: the number of each rank's machine, from 0. Ranks of one share memory,
-            as those of a strategy do: host names need not differ.
-        node: that of this rank.
-        node_sizes: the number of ranks on each machine.
-        first_ranks: the first rank of each machine.
+        nodes: for each machine the ranks on it, which share memory, as those of a
+            strategy do: host names need not differ.
+        node: those on the machine of this rank.
+        local_size: how many these are.
         near_sizes: the number of ranks in each group that shares memory by what MPI
             says; MPI asks the launcher, which may take one machine for several.
     """
@@ -54,15 +50,12 @@ class Job:
         self.size: int = self.comm.Get_size()
         place = machine.node_id(self.mpi.Get_processor_name())
         places: list[str] = self.comm.allgather(place)
-        kinds = list(dict.fromkeys(places))
-        self.nodes: int = len(kinds)
-        self.node_of: list[int] = [kinds.index(place) for place in places]
-        self.node: int = self.node_of[self.rank]
-        numbers = range(self.nodes)
-        self.first_ranks: list[int] = [self.node_of.index(n) for n in numbers]
-        self.node_sizes: list[int] = [self.node_of.count(n) for n in numbers]
-        self.local_rank: int = self.node_of[: self.rank].count(self.node)
-        self.local_size: int = self.node_sizes[self.node]
+        by_place: dict[str, list[int]] = {}
+        for rank, other in enumerate(places):
+            by_place.setdefault(other, []).append(rank)
+        self.nodes: list[list[int]] = list(by_place.values())
+        self.node: list[int] = by_place[place]
+        self.local_size: int = len(self.node)
         near = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
         leaders: list[int] = self.comm.allgather(near.bcast(self.rank, 0))
         near.Free()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import select
 import signal
@@ -38,46 +39,39 @@ _WITNESS_SECONDS: Final = 0.3
 _END_SECONDS: Final = 30.0
 
 
+@dataclasses.dataclass
 class Supervisor:
     """Runs a command until it has succeeded, or was asked to end, or too often.
 
     Signals are passed on to it; the Ctrl-C of a terminal reaches it by itself. It ends
     with this process. A job that is asked to end by a signal is not started again.
 
-    Args:
+    Attributes:
         command: mpirun, and its arguments.
         environment: all of its variables.
         restarts: how many times it is started again.
         outlives_ranks: whether it does, and returns 0.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        restarts: int,
-        *,
-        outlives_ranks: bool,
-    ) -> None:
-        self._command = command
-        self._environment = environment
-        self._restarts = restarts
-        self._outlives_ranks = outlives_ranks
-        self._asked_to_end = False
-        self._process: subprocess.Popen[bytes] | None = None
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    restarts: int
+    outlives_ranks: bool
+    _asked_to_end: bool = False
+    _process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Run it; return the exit code of the last time."""
         self._witness = _start(["sleep", "infinity"])
         before = {n: signal.signal(n, self._forward) for n in _FORWARDED}
         try:
-            for attempt in range(self._restarts + 1):
+            for attempt in range(self.restarts + 1):
                 code = self._run_once()
-                if code == 0 or self._asked_to_end or attempt == self._restarts:
+                if code == 0 or self._asked_to_end or attempt == self.restarts:
                     break
                 _say(
                     f"the job ended with code {code}; starting it again, "
-                    f"{attempt + 1} of {self._restarts}"
+                    f"{attempt + 1} of {self.restarts}"
                 )
             return code
         finally:
@@ -111,12 +105,12 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="mpidist-run-") as folder:
             ended = os.path.join(folder, "ended")
             self._process = _start(
-                self._command, {**self._environment, ENDED_FILE: ended}
+                self.command, {**self.environment, ENDED_FILE: ended}
             )
             code = self._wait(self._process, ended + GAVE_UP)
             self._process = None
             if code == 0 and not os.path.exists(ended):
-                if self._outlives_ranks:
+                if self.outlives_ranks:
                     _say("no rank has come to the end of its program: all were killed")
                     return _KILLED
                 if os.path.exists(ended + BEGUN):
@@ -141,7 +135,7 @@ class Supervisor:
                     "is killed"
                 )
                 process.kill()
-            is_late = os.path.exists(gave_up) and not self._outlives_ranks
+            is_late = os.path.exists(gave_up) and not self.outlives_ranks
 
 
 def _is_read() -> bool:

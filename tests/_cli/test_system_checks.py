@@ -14,7 +14,6 @@ import pytest
 from launching import run_ranks
 
 from mpidist._cli import system_checks
-from mpidist._cli.folder_check import check_folder, file_system
 from mpidist._cli.job import CheckFailedError, Job, Note, attempt
 
 FAULTS = """
@@ -113,8 +112,8 @@ def test_what_is_wrong_with_machines(found):
 def test_a_folder_that_is_missing(tmp_path):
     missing = tmp_path / "no"
     with pytest.raises(CheckFailedError, match=f"rank 0 cannot write to {missing}: No"):
-        check_folder(Job(), str(missing))
-    assert isinstance(check_folder(Job(), "/dev/shm"), Note)
+        system_checks.check_folder(Job(), str(missing))
+    assert isinstance(system_checks.check_folder(Job(), "/dev/shm"), Note)
 
 
 def test_gpus_that_ranks_share(monkeypatch):
@@ -188,8 +187,8 @@ def test_kinds_of_file_systems():
         ("/home/a b/c", "nfs4"),
         ("/scratch", "lustre"),
     ):
-        assert file_system(path, mounts) == kind
-    assert file_system("/etc", []) == "unknown"
+        assert system_checks.file_system(path, mounts) == kind
+    assert system_checks.file_system("/etc", []) == "unknown"
 
 
 def test_an_exception_in_a_check_is_a_failure():
