@@ -12,8 +12,7 @@ import networks
 import trainings
 
 from mpidist._cli import bench_command
-from mpidist._cli.bench_cases import CASES
 
 MORE = {"networks": networks.networks, "commits": trainings.commits}
 
-sys.exit(bench_command.bench(sys.argv[1:], {**CASES, **MORE}))
+sys.exit(bench_command.bench(sys.argv[1:], {**bench_command.CASES, **MORE}))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpidist import ReplicaContext
-from mpidist._cli.bench_cases import in_replicas, packed
+from mpidist._cli.bench_command import in_replicas, packed
 from mpidist._cli.bench_timing import Bench, Row
 
 Shape = tuple[int, ...]

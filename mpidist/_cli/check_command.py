@@ -27,7 +27,7 @@ from mpidist._cli.facts import (
     software_facts,
     transport_facts,
 )
-from mpidist._cli.job import BUG, FAILED, OK, CheckFailedError, Job, Note, attempt
+from mpidist._cli.job import FAILED, OK, CheckFailedError, Job, Note, attempt
 from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
 from mpidist._mpi import versions
 from mpidist._mpi.library import query_cuda_support
@@ -159,9 +159,9 @@ def _all_reduce(job: _Job) -> str:
     for name, x in cases.items():
         found = sums[name]
         if found.dtype != x.dtype or not np.array_equal(found, x * factor):
-            raise CheckFailedError(f"the sum of {name} is wrong", BUG)
+            raise CheckFailedError(f"the sum of {name} is wrong")
     if largest != size - 1 or mean != (size - 1) / 2:
-        raise CheckFailedError(f"MAX of the ranks is {largest}, MEAN is {mean}", BUG)
+        raise CheckFailedError(f"MAX of the ranks is {largest}, MEAN is {mean}")
     return f"SUM of {', '.join(cases)}; MAX, MEAN"
 
 
@@ -171,7 +171,7 @@ def _gather(job: _Job) -> str:
     expected = np.concatenate([np.full(r + 1, r) for r in range(size)])
     found = job.run(lambda ctx: ctx.all_gather(np.full(rank + 1, rank), 0))
     if not np.array_equal(found, expected):
-        raise CheckFailedError(f"got {found.tolist()!r:.60}", BUG)
+        raise CheckFailedError(f"got {found.tolist()!r:.60}")
     return f"{len(expected)} rows of {size} ranks"
 
 
@@ -198,9 +198,9 @@ def _merge_call(job: _Job) -> str:
     total = job.run(replica)
     expected = size * (size - 1) / 2
     if total != expected or not np.array_equal(w.numpy(), np.full(1000, expected)):
-        raise CheckFailedError(f"rank 0 found {total}, expected {expected}", BUG)
+        raise CheckFailedError(f"rank 0 found {total}, expected {expected}")
     if len(calls) != (rank == 0):
-        raise CheckFailedError("merge_fn did not run once, on rank 0 alone", BUG)
+        raise CheckFailedError("merge_fn did not run once, on rank 0 alone")
     return "merge_fn ran once, on rank 0; a variable was updated on all"
 
 
@@ -213,7 +213,7 @@ def _training(job: _Job) -> str:
     gradient = strategy.array_module.full(100, 1 / size, np.float32)
     job.run(lambda ctx: sgd.apply_gradients([(gradient, w)]))
     if not np.allclose(w.numpy(), 0.5):
-        raise CheckFailedError(f"the weights are {w.numpy()[:3]} ...", BUG)
+        raise CheckFailedError(f"the weights are {w.numpy()[:3]} ...")
     mpidist.check_in_sync(w)
     return "the copies of the weights are in sync"
 
@@ -230,9 +230,7 @@ def _mismatch(job: _Job) -> str:
         job.run(lambda ctx: ctx.all_reduce("SUM", rows))
     except mpidist.CollectiveMismatchError:
         return "CollectiveMismatchError on all ranks"
-    raise CheckFailedError(
-        "arrays of different shapes were added without an error", BUG
-    )
+    raise CheckFailedError("arrays of different shapes were added without an error")
 
 
 def _exception(job: _Job) -> str:
@@ -249,9 +247,7 @@ def _exception(job: _Job) -> str:
 
     with contextlib.suppress(KeyError if is_last else mpidist.ReplicaError):
         job.run(replica)
-        raise CheckFailedError(
-            f"an exception on rank {last} did not reach this rank", BUG
-        )
+        raise CheckFailedError(f"an exception on rank {last} did not reach this rank")
     return f"raised on rank {last}, and all ranks learned of it"
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist._cli.job import UsageError
-from mpidist._cli.speaking import Parser, say
+from mpidist._cli.speaking import Parser, UsageError, say
 
 ABOUT: Final = "print a page of the documentation, such as porting"
 _DESCRIPTION: Final = """\

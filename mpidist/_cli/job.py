@@ -18,10 +18,6 @@ RawComm: TypeAlias = Any
 _T = TypeVar("_T")
 
 
-class UsageError(Exception):
-    """The user has to change the command; all ranks raise the same error."""
-
-
 class WrongResultError(Exception):
     """A call that was to be timed gave a wrong result; all ranks raise the same."""
 
@@ -96,7 +92,7 @@ BUG: Final = (
 class CheckFailedError(Exception):
     """A check failed; the message says what is wrong, ``advice`` what to do."""
 
-    def __init__(self, wrong: str, advice: str) -> None:
+    def __init__(self, wrong: str, advice: str = BUG) -> None:
         super().__init__(wrong)
         self.advice = advice
 

@@ -20,8 +20,8 @@ from mpidist._cli import (
     sbatch_command,
     timeline_command,
 )
-from mpidist._cli.job import UsageError, WrongResultError
-from mpidist._cli.speaking import EXIT_USAGE, Parser, complain, say
+from mpidist._cli.job import WrongResultError
+from mpidist._cli.speaking import EXIT_USAGE, Parser, UsageError, complain, say
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {
     "run": (run_command.run, run_command.ABOUT),

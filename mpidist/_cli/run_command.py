@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist._cli.job import UsageError
-from mpidist._cli.speaking import Parser
+from mpidist._cli.speaking import Parser, UsageError
 from mpidist._cli.supervision import Supervisor
 from mpidist._mpi import launcher
 

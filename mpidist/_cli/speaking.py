@@ -14,13 +14,16 @@ import sys
 import time
 from typing import Final, NoReturn
 
-from mpidist._cli.job import UsageError
 from mpidist._mpi import launcher, library
 
 EXIT_USAGE: Final = 2
 _PATIENCE_SECONDS: Final = 10.0
 _FORWARD_SECONDS: Final = 0.3  # in which the launcher forwards the output
 _ALONE_SECONDS: Final = 2.0  # a launcher may end all processes when the first one fails
+
+
+class UsageError(Exception):
+    """The user has to change the command; all ranks raise the same error."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,8 +19,9 @@ from mpidist._cli.facts import (
     open_files_text,
     sizes_text,
 )
-from mpidist._cli.job import CheckFailedError, Job, Note, UsageError
+from mpidist._cli.job import CheckFailedError, Job, Note
 from mpidist._cli.run_command import version_of
+from mpidist._cli.speaking import UsageError
 from mpidist._mpi import launcher
 
 _NEEDED_SHM: Final = 64 * 2**20

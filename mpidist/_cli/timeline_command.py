@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mpidist._cli.job import UsageError
-from mpidist._cli.speaking import Parser, say
+from mpidist._cli.speaking import Parser, UsageError, say
 from mpidist._timeline import files, plot, summary
 
 ABOUT: Final = "summarize or draw what MPIDIST_TIMELINE recorded"

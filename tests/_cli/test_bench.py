@@ -13,7 +13,7 @@ from launching import run_ranks
 
 from mpidist import _cli
 from mpidist._cli import bench_command
-from mpidist._cli.bench_cases import CASES
+from mpidist._cli.bench_command import CASES
 from mpidist._cli.bench_timing import (
     Bench,
     Row,

@@ -12,7 +12,7 @@ import pytest
 from launching import ROOT, run_python, run_ranks
 
 from mpidist import _cli
-from mpidist._cli.bench_cases import CASES
+from mpidist._cli.bench_command import CASES
 
 TIMEOUT = 100.0
 PROGRAM = """

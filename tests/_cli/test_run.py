@@ -17,7 +17,7 @@ import pytest
 
 from mpidist import _cli
 from mpidist._cli import run_command
-from mpidist._cli.job import UsageError
+from mpidist._cli.speaking import UsageError
 from tests import launching
 
 OPEN_MPI = "mpirun (Open MPI) 5.0.11"

@@ -11,7 +11,7 @@ import pytest
 
 from mpidist import _cli
 from mpidist._cli import sbatch_command
-from mpidist._cli.job import UsageError
+from mpidist._cli.speaking import UsageError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch/slurm"
 OPTIONS = {
