@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from mpidist._agreement.mismatch import Call
@@ -39,13 +39,11 @@ def exchange(
     Raises:
         CollectiveMismatchError: if an array differs that must not.
     """
-
-    def numbers() -> dict[str, int]:
-        sums = {name: checksum(x) for name, x in variables.items()}
-        return sums | {name: x.number for name, x in packed.items()}
-
     differing = {}
     if call.size > 1:  # for a save with `wait=False` a checksum takes long
+        with call.guard.checking(call.name):
+            numbers = {name: checksum(x) for name, x in variables.items()}
+            numbers |= {name: x.number for name, x in packed.items()}
         differing = _differing(call, numbers)
     for name in variables:
         if name in differing:
@@ -63,14 +61,15 @@ def differing_generators(call: CollectiveCall, items: Sequence[Item]) -> list[st
     found = [x for x in items if isinstance(x, GeneratorItem)]
     if not found:
         return []
-    return [*_differing(call, lambda: {x.name: x.pack().number for x in found})]
+    with call.guard.checking(call.name):
+        numbers = {x.name: x.pack().number for x in found}
+    return [*_differing(call, numbers)]
 
 
 def _differing(
-    call: CollectiveCall, numbers: Callable[[], dict[str, int]]
+    call: CollectiveCall, numbers: Mapping[str, int]
 ) -> dict[str, Difference]:
-    compared = Call(f"{call.name}, comparing")
-    return find_differences(call.group, compared, call.attempt(numbers))
+    return find_differences(call.group, Call(f"{call.name}, comparing"), numbers)
 
 
 def _gather(

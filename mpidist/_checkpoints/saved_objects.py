@@ -253,18 +253,14 @@ def as_path(path: object, call: str) -> str:
 
 def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
     """Return the strategy of the variables; None if all are plain variables."""
-    found: dict[int, ReplicaGroup] = {}
-    for item in items:
-        if isinstance(item, VariableItem):
-            group = storage_of(item.variable).group
-            if group.is_mpi:
-                found[id(group)] = group
+    variables = [item.variable for item in items if isinstance(item, VariableItem)]
+    found = {storage_of(x).group for x in variables if storage_of(x).group.is_mpi}
     if len(found) > 1:
         raise ValueError(
             f"{name}: its variables belong to {len(found)} strategies; make a "
             "Checkpoint for each"
         )
-    return next(iter(found.values()), None)
+    return next(iter(found), None)
 
 
 def _values(

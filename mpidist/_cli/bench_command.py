@@ -147,11 +147,7 @@ def nest(bench: Bench, context: ReplicaContext) -> None:
 
 def run(bench: Bench) -> None:
     """Run an empty function on all replicas, against `Barrier`. Collective."""
-
-    def nothing() -> None:
-        pass
-
-    ours = functools.partial(bench.strategy.run, nothing)
+    ours = functools.partial(bench.strategy.run, lambda: None)
     bench.compare("run", bench.job.comm.Barrier, ours, None, work="empty run")
 
 
@@ -185,9 +181,7 @@ def reduce(bench: Bench) -> None:
         comm.Allreduce(send, receive, mpi.SUM)
         return float(receive[0])
 
-    def ours() -> Any:
-        return bench.strategy.reduce("SUM", value, axis=None)
-
+    ours = functools.partial(bench.strategy.reduce, "SUM", value, axis=None)
     expected = size * (size + 1) / 2
     bench.compare("reduce", by_hand, ours, expected, work="reduce of a number")
 
@@ -236,20 +230,15 @@ def _update(
 
 def strategy(bench: Bench) -> None:
     """Make an MPIStrategy, against a duplicate of a communicator. Collective."""
-    made: list[Any] = []
+    ends: list[Callable[[], object]] = []
 
     def by_hand() -> None:
-        made.append(bench.job.comm.Dup())
+        ends.append(bench.job.comm.Dup().Free)
 
     def ours() -> None:
-        made.append(mpidist.MPIStrategy(device="cpu"))
+        ends.append(mpidist.MPIStrategy(device="cpu").close)
 
-    def undo() -> None:
-        one = made.pop()
-        end = one.close if isinstance(one, mpidist.MPIStrategy) else one.Free
-        end()
-
-    timings = bench.measure([by_hand, ours], undo)
+    timings = bench.measure([by_hand, ours], lambda: ends.pop()())
     bench.add(Row("strategy", "making an MPIStrategy", None, *timings))
 
 

@@ -41,23 +41,30 @@ the script takes it from its arguments: sbatch job.sbatch train.py --epochs 3
   mpidist sbatch --nodes 2 --gpus-per-node 4 --preemptible -- python train.py
   mpidist sbatch --array 0-9 -- python train.py > job.sbatch; sbatch job.sbatch
 """
+_COUNT: Final = re.compile(r"[1-9]\d*"), "at least 1"
 _WORD: Final = re.compile(r"[\w.@%+,-]*"), "one word of letters, digits and ._@%+-"
-_FORMS: Final = {
-    "time": (
-        re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"),
-        "minutes, M:S, H:M:S or D-H:M:S",
-    ),
-    "array": (
-        re.compile(r"(\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?)?"),
-        "indices such as 0-9 or 1,3,5%2",
-    ),
-    "account": _WORD,
-    "partition": _WORD,
-    "name": _WORD,
-}
+_TIME: Final = (
+    re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"),
+    "minutes, M:S, H:M:S or D-H:M:S",
+)
+_ARRAY: Final = (
+    re.compile(r"(\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?)?"),
+    "indices such as 0-9 or 1,3,5%2",
+)
+_OPTIONS: Final = (  # name, default, form, help
+    ("nodes", "1", _COUNT, "default: 1"),
+    ("ntasks-per-node", None, _COUNT, "ranks (default: one for each GPU, else 4)"),
+    ("cpus-per-task", "1", _COUNT, "default: 1"),
+    ("gpus-per-node", "0", (re.compile(r"\d+"), "at least 0"), "default: 0"),
+    ("time", "00:10:00", _TIME, "as sbatch takes it (default: 00:10:00)"),
+    ("account", "", _WORD, "default: a line to edit"),
+    ("partition", "", _WORD, "default: a line to edit"),
+    ("name", "mpidist", _WORD, "default: mpidist"),
+    ("array", "", _ARRAY, "a job array, such as 0-9"),
+)
 _PLACE: Final = re.compile(r"%\{(\w+)\}")
 _TEMPLATE: Final = Path(__file__).with_name("job.sbatch")
-_RANKS: Final = 4  # of a node without GPUs
+_RANKS: Final = "4"  # of a node without GPUs
 
 
 def sbatch(arguments: Sequence[str]) -> int:
@@ -66,26 +73,9 @@ def sbatch(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: if the arguments are wrong.
     """
-    parser = Parser(
-        "sbatch",
-        _DESCRIPTION,
-        "[OPTIONS] [-- COMMAND [ARGUMENT ...]]",
-    )
-    for name, value, text in (
-        ("--nodes", 1, "default: 1"),
-        ("--ntasks-per-node", None, "ranks (default: one for each GPU, else 4)"),
-        ("--cpus-per-task", 1, "default: 1"),
-        ("--gpus-per-node", 0, "default: 0"),
-    ):
-        parser.add_argument(name, type=int, default=value, metavar="N", help=text)
-    for name, default, text in (
-        ("--time", "00:10:00", "as sbatch takes it (default: 00:10:00)"),
-        ("--account", "", "default: a line to edit"),
-        ("--partition", "", "default: a line to edit"),
-        ("--name", "mpidist", "default: mpidist"),
-        ("--array", "", "a job array, such as 0-9"),
-    ):
-        parser.add_argument(name, default=default, help=text)
+    parser = Parser("sbatch", _DESCRIPTION, "[OPTIONS] [-- COMMAND [ARGUMENT ...]]")
+    for name, default, _, text in _OPTIONS:
+        parser.add_argument(f"--{name}", default=default, metavar="X", help=text)
     parser.add_argument(
         "--preemptible",
         action="store_true",
@@ -98,20 +88,14 @@ def sbatch(arguments: Sequence[str]) -> int:
     words = list(arguments)
     split = words.index("--") if "--" in words else len(words)
     given = parser.parse_args(words[:split])
-    tasks = given.ntasks_per_node
-    if tasks is None:
-        tasks = given.gpus_per_node or _RANKS
-    for name in ("nodes", "cpus_per_task"):
-        if getattr(given, name) < 1:
-            parser.error(f"expected --{name.replace('_', '-')} to be at least 1")
-    if tasks < 1 or given.gpus_per_node < 0:
-        parser.error("expected --ntasks-per-node to be at least 1, and no GPUs below 0")
-    for name, (form, text) in _FORMS.items():
-        if not form.fullmatch(getattr(given, name)):
-            parser.error(
-                f"expected --{name} to be {text}, got {getattr(given, name)!r}"
-            )
-    values = {**vars(given), "ntasks_per_node": tasks}
+    values = vars(given)
+    for name, _, (form, text), _ in _OPTIONS:
+        value = values[name.replace("-", "_")]
+        if value is not None and not form.fullmatch(value):
+            parser.error(f"expected --{name} to be {text}, got {value!r}")
+    gpus = values["gpus_per_node"].lstrip("0")  # "" is false in the template
+    values["gpus_per_node"] = gpus
+    values["ntasks_per_node"] = values["ntasks_per_node"] or gpus or _RANKS
     say(_script_of(values, words[split + 1 :]))
     return 0
 

@@ -103,7 +103,10 @@ def test_bash_and_shellcheck_accept_them(options, capsys, tmp_path):
         (["--nodes", "0"], "expected --nodes to be at least 1"),
         (["--cpus-per-task", "-1"], "expected --cpus-per-task to be at least 1"),
         (["--ntasks-per-node", "0"], "expected --ntasks-per-node to be at least 1"),
-        (["--gpus-per-node", "-2"], "no GPUs below 0"),
+        (
+            ["--gpus-per-node", "-2"],
+            "expected --gpus-per-node to be at least 0, got '-2'",
+        ),
         (["--time", "1 hour"], "expected --time to be minutes, M:S, H:M:S or D-H:M:S"),
         (["--array", "all"], "expected --array to be indices such as 0-9"),
         (["--name", "my job"], "expected --name to be one word"),
