@@ -24,13 +24,15 @@ import io
 import types
 from typing import Any, Final
 
-from mpidist._base.cache import Cache
 from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
-from mpidist._merge import functions, object_parts
-from mpidist._merge.commands import ATOMS, Pickler
+from mpidist._merge import object_parts
+from mpidist._merge.commands import Pickler
+from mpidist._merge.object_parts import ATOMS, function_in, is_global, state_of
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable, storage_of
+
+_MOST_FUNCTIONS: Final = 512
 
 
 def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
@@ -48,7 +50,7 @@ def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
     if kind in ATOMS:
         return fingerprint(f"{kind.__name__} {x!r}")
     name = f"{kind.__module__}.{kind.__qualname__}"
-    is_named = kind is types.FunctionType and functions.is_global(x)
+    is_named = kind is types.FunctionType and is_global(x)
     if not (is_named or isinstance(x, (type, types.ModuleType))):
         held = _held_by(x, group.public_objects)
         if held is not None:
@@ -66,28 +68,18 @@ def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
         ) from error
 
 
-_MOST_FUNCTIONS: Final = 512
-_codes: Cache[int, tuple[types.CodeType, int]] = Cache(_MOST_FUNCTIONS)
-
-
 def fingerprint_of_function(merge_fn: Any) -> int:
     """Return a fingerprint of the code of a function, without its closure."""
-    while True:
-        if type(merge_fn) is types.MethodType:
-            merge_fn = merge_fn.__func__
-        elif isinstance(merge_fn, functools.partial):
-            merge_fn = merge_fn.func
-        else:
-            break
-    if type(merge_fn) is not types.FunctionType:
-        return fingerprint(_name_of(merge_fn))
-    code = merge_fn.__code__
-    known = _codes.get(id(code))
-    if known is None:
-        text = f"{_name_of(merge_fn)} {code.co_firstlineno} {code.co_names}"
-        number = fingerprint_of_bytes(text.encode() + code.co_code)
-        known = _codes[id(code)] = (code, number)
-    return known[1]
+    function = function_in(merge_fn)
+    if type(function) is not types.FunctionType:
+        return fingerprint(_name_of(function))
+    return _fingerprint_of_code(function.__code__, function.__module__)
+
+
+@functools.lru_cache(_MOST_FUNCTIONS)
+def _fingerprint_of_code(code: types.CodeType, module: str) -> int:
+    text = f"{module}.{code.co_qualname} {code.co_firstlineno} {code.co_names}"
+    return fingerprint_of_bytes(text.encode() + code.co_code)
 
 
 def _name_of(x: object) -> str:
@@ -149,7 +141,7 @@ class _CanonicalPickler(Pickler):  # type: ignore[misc]
         return ("dict", [(key, obj[key]) for key in sorted(obj, key=_canonical)])
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is types.FunctionType and not functions.is_global(obj):
+        if type(obj) is types.FunctionType and not is_global(obj):
             code = _name_of(obj).encode() + obj.__code__.co_code
-            return object, (), (code, functions.state_of(obj))
+            return object, (), (code, state_of(obj))
         return super().reducer_override(obj)

@@ -1,4 +1,4 @@
-"""The commands of a `merge_call`: their contents, and their encoding.
+"""The commands of a `merge_call`: their contents, and their encoding; updates.
 
 A command has a name and a content. The name is that of an operation, which all ranks
 run, or one of these: *update*: all ranks run an update; *join*: they go to the join;
@@ -34,27 +34,44 @@ import io
 import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import cloudpickle
 import numpy as np
 
-from mpidist._base import backend
+from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveError
+from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
-from mpidist._merge import functions, object_names, object_parts
+from mpidist._merge import object_names, object_parts
+from mpidist._merge.object_parts import ATOMS
+from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered
-from mpidist._values.distributed import DistributedValues, Mirrored, PerReplica
-from mpidist._values.variable import Variable
+from mpidist._values.distributed import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    argument_of,
+)
+from mpidist._values.locality import differs
+from mpidist._values.variable import Variable, storage_of
 
 MOST_INLINE_BYTES: Final = 16 * 1024
-ATOMS: Final = frozenset((bool, int, float, str, bytes, type(None)))
 _BY_VALUE: Final = ATOMS | {tuple}
 _NO_DATA: Final = ATOMS | {types.FunctionType, Mirrored, PerReplica, Variable}
 _KEYED: Final = (DistributedValues, Variable)  # also of users' classes
 _NUMBERS: Final = "biufc"  # kinds of dtypes
+
+# A user's function: `Any` is what it takes.
+UpdateFunction: TypeAlias = Callable[..., Any]
+
+# Types of arguments that the function of an update receives unchanged.
+_AS_THEY_ARE: Final = frozenset(
+    (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
+)
+_USUAL: Final = _AS_THEY_ARE | {Mirrored, PerReplica}
 
 Pickler: Any = cloudpickle.Pickler  # a class of a library without types
 
@@ -72,9 +89,96 @@ NOTHING: Final[Content] = (pickle.dumps(None), [], 0)
 """The content of a command that has none."""
 
 # What every rank has under the same number, before the objects of the strategy.
-_OURS: Final = (*ReduceOp, functions.make, functions.fill)
+_OURS: Final = (*ReduceOp, object_parts.make, object_parts.fill)
 
-object_parts.register_values(*_KEYED)
+
+class Update(NamedTuple):
+    """A call of `StrategyExtended.update` or `update_non_slot`.
+
+    Attributes:
+        var: the variable; None for `update_non_slot`.
+        fn: the function.
+        args: its further positional arguments.
+        kwargs: its keyword arguments; None: none.
+        grouped: whether the results are the same on all ranks.
+    """
+
+    var: Variable | None
+    fn: UpdateFunction
+    args: Sequence[Nest]
+    kwargs: Mapping[str, Nest] | None
+    grouped: bool
+
+    def describe(self) -> str:
+        """Return its name, for messages."""
+        var, fn = self.var, self.fn
+        if var is None:
+            name = getattr(fn, "__qualname__", type(fn).__qualname__)
+            return f"update_non_slot({name})"
+        return f"update of Variable {var.name!r} [#{storage_of(var).key[0]}]"
+
+    def check(self) -> bool:
+        """Raise if its arguments are wrong.
+
+        Returns:
+            Whether the function gets a value of each replica's own.
+
+        Raises:
+            TypeError, ValueError: as `StrategyExtended.update` says.
+        """
+        var, fn, args, kwargs, _ = self
+        is_usual = kwargs is None and callable(fn) and type(args) is tuple
+        if is_usual and _USUAL.issuperset(kinds := {*map(type, args)}):
+            return PerReplica in kinds
+        expect(callable(fn), "update", "`fn` to be a function", fn)
+        check_arguments("update", args, {} if kwargs is None else kwargs)
+        own = False
+        for leaf in self.leaves():
+            own = own or isinstance(leaf, PerReplica)
+            on_read = isinstance(leaf, Variable) and differs(leaf)
+            if on_read and var is not None and not differs(var):
+                raise ValueError(
+                    f"update: got {leaf!r} among the arguments, whose copies would "
+                    "make those of the mirrored variable differ; pass its value: "
+                    "`strategy.extended.read_var(variable)`"
+                )
+        return own
+
+    def leaves(self) -> list[Nest]:
+        """Return the leaves of all arguments."""
+        return nest.flatten((tuple(self.args), self.kwargs))[0]
+
+    def run(self) -> Nest:
+        """Call the function with this rank's components, and return its result."""
+        own: list[Nest] = [] if self.var is None else [self.var]
+        for x in self.args:
+            if type(x) is Mirrored:
+                x = x.value()
+            elif type(x) not in _AS_THEY_ARE:
+                x = nest.map_structure(argument_of, x)
+            own.append(x)
+        if not self.kwargs:
+            return self.fn(*own)
+        return self.fn(*own, **nest.map_structure(argument_of, self.kwargs))
+
+    def unreduced(self) -> str:
+        """Say which arguments differ by replica, and what to write."""
+        named = {f"args[{i}]": x for i, x in enumerate(self.args)}
+        named |= {f"kwargs[{key!r}]": x for key, x in (self.kwargs or {}).items()}
+        own = [
+            name
+            for name, x in named.items()
+            if any(isinstance(leaf, PerReplica) for leaf in nest.flatten(x)[0])
+        ]
+        if own:
+            return (
+                f" ({' and '.join(own)} not reduced: pass `strategy.extended.reduce_to("
+                "op, value, variable)`)"
+            )
+        return (  # called in a replica function
+            " (arguments of each replica's own: reduce them first, by `mpidist."
+            "get_replica_context().all_reduce(op, value)`)"
+        )
 
 
 class Writer:
@@ -136,11 +240,11 @@ def _parts_of(
 ) -> list[tuple[str, Nest]]:
     """Return the parts of a call, each with a description."""
     found: list[tuple[str, Nest]] = []
-    inner = getattr(fn, "__func__", getattr(fn, "func", fn))
+    inner = object_parts.function_in(fn)
     if isinstance(inner, types.FunctionType):
         name = inner.__qualname__
         closed = zip(
-            inner.__code__.co_freevars, functions.contents_of(inner), strict=True
+            inner.__code__.co_freevars, object_parts.contents_of(inner), strict=True
         )
         keywords = inner.__kwdefaults__ or {}
         found += [(f"`{name}` closes over `{key}`", x) for key, x in closed]
@@ -217,17 +321,17 @@ class _Pickler(Pickler):  # type: ignore[misc]
         # Every rank runs the same program, and has what is at the top level of the
         # script too. cloudpickle would copy it, with the globals that it uses.
         is_named = kind is types.FunctionType or isinstance(obj, type)
-        if is_named and functions.is_global(obj):
+        if is_named and object_parts.is_global(obj):
             return ("global", obj.__module__, obj.__qualname__)
         if self._names is not None and id(obj) not in self._data:
             name = self._names.name_of(obj)
             if name is not None:
                 return ("named", *name)
         if kind is types.FunctionType:
-            home = functions.module_of(obj.__globals__)
-            if home is None or functions.state_of(obj) != functions.NO_STATE:
+            home = object_parts.module_of(obj.__globals__)
+            if home is None or object_parts.state_of(obj) != object_parts.NO_STATE:
                 return None
-            return ("function", functions.encode(obj.__code__), home)
+            return ("function", object_parts.encode(obj.__code__), home)
         if kind is np.ndarray and obj.dtype.kind in _NUMBERS:
             if obj.nbytes <= MOST_INLINE_BYTES:
                 return ("array", obj.dtype.str, obj.shape, obj.tobytes())
@@ -243,14 +347,14 @@ class _Pickler(Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not types.FunctionType:
             return super().reducer_override(obj)
-        home: str | dict[str, Any] | None = functions.module_of(obj.__globals__)
+        home: str | dict[str, Any] | None = object_parts.module_of(obj.__globals__)
         if home is None:  # `exec` has made it, perhaps together with merge_fn
             home = obj.__globals__
             if self._names is None or self._names.name_of(home) is None:
                 return super().reducer_override(obj)
         self._made.add(id(obj))
-        made = functions.make, (functions.encode(obj.__code__), home)
-        return *made, functions.state_of(obj), None, None, functions.fill
+        made = object_parts.make, (object_parts.encode(obj.__code__), home)
+        return *made, object_parts.state_of(obj), None, None, object_parts.fill
 
 
 class _Unpickler(pickle.Unpickler):
@@ -271,8 +375,8 @@ class Reader:
         self._resolvers: dict[str, Callable[..., Any]] = {
             "value": self._value,
             "named": self._named,
-            "global": functions.lookup,
-            "function": functions.make,
+            "global": object_parts.lookup,
+            "function": object_parts.make,
             "array": lambda dtype, shape, data: np.ndarray(shape, dtype, data).copy(),
         }
 

@@ -11,8 +11,8 @@ from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
-from mpidist._merge import commands, object_names
-from mpidist._merge.update import Update
+from mpidist._merge import commands, object_names, object_parts
+from mpidist._merge.commands import Update
 from mpidist._merge.updates import UpdateBatch, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
@@ -81,7 +81,7 @@ class Coordinator:
             with context.entered(frame):
                 result = merge_fn(group.strategy, *args, **kwargs)
                 del args, kwargs
-                if type(result) not in commands.ATOMS:
+                if type(result) not in object_parts.ATOMS:
                     leaves, structure = nest.flatten(result)
                     parts = [_part_of(leaf, group) for leaf in leaves]
                     result = structure.unflatten(parts)

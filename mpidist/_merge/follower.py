@@ -11,7 +11,7 @@ from mpidist._base import nest
 from mpidist._base.errors import CollectiveError, as_told, on_rank
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
-from mpidist._merge.update import Update
+from mpidist._merge.commands import Update
 from mpidist._merge.updates import UpdateBatch, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0

@@ -61,11 +61,10 @@ from mpidist._merge.argument_equality import (
     fingerprint_of_argument,
     fingerprint_of_function,
 )
-from mpidist._merge.changes import Changes
-from mpidist._merge.commands import ATOMS
 from mpidist._merge.coordinator import Coordinator
 from mpidist._merge.follower import Follower
-from mpidist._merge.object_names import Names, may_reach
+from mpidist._merge.object_names import Changes, Names, may_reach
+from mpidist._merge.object_parts import ATOMS
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup

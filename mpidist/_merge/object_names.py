@@ -36,24 +36,34 @@ not when the first name is needed: by then merge_fn may have replaced objects.
 from __future__ import annotations
 
 import functools
+import pickle
 import types
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from mpidist._merge.functions import is_global
+import numpy as np
+
+from mpidist._agreement.mismatch import Call
+from mpidist._base.errors import level_of_caller
+from mpidist._base.fingerprint import fingerprint
+from mpidist._collectives.collectives import Collectives
 from mpidist._merge.object_parts import (
+    ATOMS,
     MOST,
     THING,
     Kind,
     Part,
     Step,
+    function_in,
+    is_global,
     kind_of,
-    kinds,
     mentioned_by,
     parts_of,
 )
 
 _MOST_ALIASES: Final = 4
+_MOST_BYTES: Final = 64 << 20  # of an array that is compared
 
 Path: TypeAlias = tuple[Step, ...]
 
@@ -64,12 +74,10 @@ object there, which is this one or on the way to it; and the text of its type.""
 
 def _home_of(merge_fn: Any) -> dict[str, Any] | None:
     """Return the globals of a function, method, partial or callable object."""
-    while isinstance(merge_fn, functools.partial):
-        merge_fn = merge_fn.func
-    if type(merge_fn) is not types.FunctionType:
-        method = vars(type(merge_fn)).get("__call__")
-        merge_fn = getattr(merge_fn, "__func__", method)
-    return getattr(merge_fn, "__globals__", None)
+    function = function_in(merge_fn)
+    if type(function) is not types.FunctionType:
+        function = vars(type(function)).get("__call__")
+    return getattr(function, "__globals__", None)
 
 
 def may_reach(merge_fn: Any) -> bool:
@@ -109,25 +117,24 @@ class Names:
         # Further paths to objects that were found before: the place of the object, the
         # place where the last step begins, and this step.
         self._again: list[tuple[int, int, Step]] = []
-        self.reached: list[object] = []
+        self.reached: list[Any] = []
         self._names: dict[int, Name | None] = {}  # by place
         self._used: dict[int, Path] = {}  # by place: the name that stands for it
-        roots = [("merge_fn", merge_fn)]
+        roots: list[Part] = [("merge_fn", merge_fn)]
         for number, argument in arguments:
             roots.append((f"argument {number} of merge_call", argument))
         self._home = _home_of(merge_fn)
         self._walk(roots)
 
-    def _walk(self, roots: list[tuple[str, object]]) -> None:
+    def _walk(self, roots: list[Part]) -> None:
         reached, found, origins = self.reached, self._found, self._origins
         home = self._home
         entered: list[Kind] = []
         current = -1
-        parts: Iterable[tuple[Step, object]] = roots
+        parts: Iterable[Part] = roots
         while True:
             for step, part in parts:
-                its_type = type(part)
-                role = kinds[its_type] if its_type in kinds else kind_of(its_type)
+                role = kind_of(type(part))
                 if role is None:
                     continue
                 place = found.get(id(part))
@@ -146,7 +153,7 @@ class Names:
             kind = entered[current]
             parts = () if kind is THING else parts_of(reached[current], kind, home)
 
-    def parts(self, x: object) -> Iterable[Part]:
+    def parts(self, x: Any) -> Iterable[Part]:
         """Return what is directly in an object that was reached."""
         kind = kind_of(type(x))
         if kind is None or x is self._home:
@@ -171,7 +178,7 @@ class Names:
             self._names[place] = self._make_name(place, x)
         return self._names[place]
 
-    def _make_name(self, place: int, x: object) -> Name | None:
+    def _make_name(self, place: int, x: Any) -> Name | None:
         kind = kind_of(type(x))
         if kind is None or not kind.named or (kind.has_module and is_global(x)):
             return None
@@ -276,3 +283,58 @@ def readable(path: Path) -> str:
             kind, name = step
             text += f".<{kind} {name}>"
     return text
+
+
+class Changes:
+    """With ``MPIDIST_DEBUG=1``: which objects merge_fn changes on rank 0 alone.
+
+    TensorFlow's merge_fn runs in the one process of all replicas, so ``self.n += 1`` in
+    it counts for all. Here the other ranks, which do not run it, keep their old number.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._before = [_contents(x, names) for x in names.reached]
+
+    def _paths(self) -> Iterator[str]:
+        for place, before in enumerate(self._before):
+            after = _contents(self._names.reached[place], self._names)
+            for step in before.keys() | after.keys():
+                if not _same(before.get(step, self), after.get(step, self)):
+                    yield self._names.text_of(place, step)
+
+    def tell(self, collectives: Collectives) -> None:
+        """Warn on rank 0 of what has changed there only. Collective."""
+        own = sorted(self._paths())
+        call = Call("merge_call (MPIDIST_DEBUG: the same objects changed?)")
+        if collectives.guard.agree_on(call, fingerprint(str(own))).same_value:
+            return
+        comm = collectives.comm
+        rows = comm.all_gather_objects(pickle.dumps(own))
+        first, *others = [set(pickle.loads(row)) for row in rows]
+        alone = first.difference(*others)
+        if alone and comm.rank == 0:
+            warnings.warn(
+                f"merge_call: merge_fn has changed {', '.join(sorted(alone))} on rank "
+                "0, and not on the other ranks, which do not run it; write a "
+                "`mpidist.Variable`, or change it after the `merge_call`",
+                RuntimeWarning,
+                stacklevel=level_of_caller(),
+            )
+
+
+def _contents(x: object, names: Names) -> dict[Step, Any]:
+    if isinstance(x, np.ndarray):
+        # Objects have comparisons of their own, and large arrays need memory.
+        is_small = x.nbytes <= _MOST_BYTES and not x.dtype.hasobject
+        return {"": np.array(x)} if is_small else {}
+    return dict(names.parts(x))
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        known = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return known and one.tobytes() == other.tobytes()
+    return one is other or (
+        type(one) is type(other) and type(one) in ATOMS and one == other
+    )

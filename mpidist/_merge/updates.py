@@ -34,10 +34,9 @@ ranks that did not make this update.)
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
 from mpidist._agreement.sections import SectionResult, join
@@ -49,7 +48,7 @@ from mpidist._base.fingerprint import (
     fingerprint_of_numbers,
 )
 from mpidist._base.types import Array, Nest
-from mpidist._merge.update import Update
+from mpidist._merge.commands import Update
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import Mirrored, PerReplica
@@ -60,16 +59,14 @@ _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
 
 
-@dataclasses.dataclass(slots=True)
-class _Effect:
+class _Effect(NamedTuple):
     """The effect of one update, for the message if ranks differ."""
 
-    update: Update  # without its arguments
+    update: Update  # without its arguments, unless some are each replica's own
     arguments: str  # "" if they are known to be the same on all ranks
-    unreduced: str  # which of them are each replica's own
-    structure: str = nest.LEAF  # of the result
-    written: list[tuple[VariableStorage, int]] = dataclasses.field(default_factory=list)
-    returned: Sequence[Nest] = ()
+    structure: str  # of the result
+    written: list[tuple[VariableStorage, int]]
+    returned: Sequence[Nest]
 
 
 class _Writes:
@@ -151,37 +148,30 @@ class UpdateBatch(SectionResult):
         before = len(self._writes.storages)
         with context.entered(self._frame):
             result = update.run()
-        if self.open:
-            unreduced = "" if self._writes.kept is None else update.unreduced()
-            called = update._replace(args=(), kwargs=None)  # arguments may be large
-            effect = _Effect(called, arguments, unreduced)
-            if result is not None and type(result) is not Variable:
-                leaves, shape = nest.flatten(result)
-                effect.structure = str(shape)
-                if update.grouped:
-                    effect.returned = [x for x in leaves if _is_value(x)]
-            self._add(number, effect, self._writes.storages[before:])
-        return result
-
-    def _add(
-        self, number: int, effect: _Effect, written: list[VariableStorage]
-    ) -> None:
-        """Add the effect of an update to what is compared at the join."""
-        if len(written) > 1:  # each once, in an order that is the same on all ranks
-            written = [v for _, v in sorted({v.key: v for v in written}.items())]
-        # Chooses the words of large arrays to compare, as if at random.
+        if not self.open:
+            return result
+        # Compared at the join. The seed chooses words of large arrays, as if at random.
         seed = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12
+        # Each once, in an order that is the same on all ranks.
+        changed = {v.key: v for v in self._writes.storages[before:]}
+        written = [(v, v.fingerprint(seed)) for _, v in sorted(changed.items())]
+        structure, returned = nest.LEAF, []
+        if result is not None and type(result) is not Variable:
+            leaves, shape = nest.flatten(result)
+            structure = str(shape)
+            if update.grouped:
+                returned = [x for x in leaves if _is_value(x)]
         numbers = self._numbers
-        numbers.append(fingerprint(effect.structure))
-        if effect.arguments:
-            numbers.append(fingerprint_of_bytes(effect.arguments.encode()))
-        for v in written:
-            one = v.fingerprint(seed)
-            numbers += (v.key[0], one)
-            effect.written.append((v, one))
-        for x in effect.returned:
-            numbers.append(checksums.fingerprint_of_array(_array(x), seed))
-        self._effects.append(effect)
+        numbers.append(fingerprint(structure))
+        if arguments:
+            numbers.append(fingerprint_of_bytes(arguments.encode()))
+        for v, one in written:
+            numbers += v.key[0], one
+        numbers += [checksums.fingerprint_of_array(_array(x), seed) for x in returned]
+        if self._writes.kept is None:
+            update = update._replace(args=(), kwargs=None)  # arguments may be large
+        self._effects.append(_Effect(update, arguments, structure, written, returned))
+        return result
 
     def fail(
         self, error: BaseException, kind: ErrorKind = "raised", call: str = ""
@@ -249,7 +239,8 @@ class UpdateBatch(SectionResult):
                 for v, n in effect.written
             ]
             part = f"{effect.update.describe()} -> {effect.structure}"
-            part += effect.unreduced
+            if self._writes.kept is not None:
+                part += effect.update.unreduced()
             if effect.arguments:
                 part += f", with arguments {effect.arguments}"
             if texts:

@@ -17,7 +17,7 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Args, Kwargs, Nest
-from mpidist._merge.update import Update
+from mpidist._merge.commands import Update
 from mpidist._merge.updates import update_in_replica
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist._merge import commands, functions
+from mpidist._merge import commands, object_parts
 from mpidist._merge.object_names import Names
 from mpidist._strategy.strategy import group_of
 
@@ -327,6 +327,6 @@ def test_modules_by_any_name(monkeypatch):
 
 def test_a_module_that_is_not_there():
     with pytest.raises(AttributeError, match="not defined in the program"):
-        functions.lookup("__main__", "nothing_there")
+        object_parts.lookup("__main__", "nothing_there")
     with pytest.raises(ModuleNotFoundError):
-        functions.lookup("no_such_module_at_all", "x")
+        object_parts.lookup("no_such_module_at_all", "x")
