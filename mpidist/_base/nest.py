@@ -94,7 +94,7 @@ def flatten(tree: Nest) -> tuple[list[Nest], Structure]:
     structure = _structures.get(spec)
     if structure is None:
         structure = _structures[spec] = Structure(spec)
-    return structure.sort(leaves), structure
+    return leaves if structure._order is None else structure.sort(leaves), structure
 
 
 def map_structure(function: Callable[..., Nest], tree: Nest, *others: Nest) -> Nest:

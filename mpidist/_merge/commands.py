@@ -49,13 +49,13 @@ from mpidist._merge.object_parts import ATOMS
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered
+from mpidist._values.components import differs
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
     argument_of,
 )
-from mpidist._values.locality import differs
 from mpidist._values.variable import Variable, storage_of
 
 MOST_INLINE_BYTES: Final = 16 * 1024

@@ -74,19 +74,17 @@ class Coordinator:
         group, guard = self._group, self._guard
         frame = context.Frame(group, context.Level.COORDINATOR, coordinator=self)
         arrays: list[Array] = []
-        leaves: list[Nest] = []
-        structure: nest.Structure | None = None
         try:
             guard.set_alone(self._several)
             with context.entered(frame):
                 result = merge_fn(group.strategy, *args, **kwargs)
                 del args, kwargs
-                if type(result) not in object_parts.ATOMS:
-                    leaves, structure = nest.flatten(result)
-                    parts = [_part_of(leaf, group) for leaf in leaves]
-                    result = structure.unflatten(parts)
+                plain = type(result) in object_parts.ATOMS
                 if self._several:
-                    content, arrays = self._writer.write(result, named=False)
+                    sent = (
+                        result if plain else nest.map_structure(self._part_of, result)
+                    )
+                    content, arrays = self._writer.write(sent, named=False)
                     guard.set_alone(False)
                     self._send("return", content)
         except BaseException as error:
@@ -101,9 +99,7 @@ class Coordinator:
             self._close()
         if arrays:
             group.collectives.send_arrays(arrays, "merge_call")
-        if structure is None:
-            return result
-        return structure.unflatten([_own_result(leaf) for leaf in leaves])
+        return result if plain else nest.map_structure(_own_result, result)
 
     def _send_error(self, error: BaseException) -> None:
         """Send the exception of merge_fn."""
@@ -125,6 +121,15 @@ class Coordinator:
         for reference in self._fetched:
             if (value := reference()) is not None:
                 set_gathered(value, None)
+
+    def _part_of(self, leaf: Nest) -> Nest:
+        """Return a leaf of merge_fn's result in the form in which it is sent."""
+        made_here = isinstance(leaf, Mirrored) and not self._has_key(leaf)
+        return component(leaf) if made_here else leaf
+
+    def _has_key(self, value: Registered) -> bool:
+        key = key_of(value)
+        return key is not None and self._registry.get(key) is value
 
     # --- operations ---------------------------------------------------------------
 
@@ -168,9 +173,8 @@ class Coordinator:
         Raises:
             ValueError: if the other ranks do not have the value.
         """
-        key = key_of(value)
-        if key is not None and self._registry.get(key) is value:
-            return key
+        if self._has_key(value):
+            return key_of(value)
         if isinstance(value, DistributedValues) and gathered(value) is not None:
             if isinstance(value, Mirrored):
                 _check_mirrored(value)
@@ -359,12 +363,3 @@ def _own_result(leaf: Nest) -> Nest:
     if backend.is_array(leaf):
         return backend.copied(leaf, "merge_call")
     return own_component(leaf)
-
-
-def _part_of(leaf: Nest, group: ReplicaGroup) -> Nest:
-    """Return a leaf of merge_fn's result in the form in which it is sent."""
-    if isinstance(leaf, Mirrored) and (
-        (key := key_of(leaf)) is None or group.registry.get(key) is not leaf
-    ):
-        return component(leaf)
-    return leaf

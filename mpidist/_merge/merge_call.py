@@ -168,8 +168,16 @@ def _side_of(
     """
     held: dict[Key, Registered] = {}
     objects: list[tuple[int, Nest]] = []
-    if leaves:
-        held, objects = _wrap(group, leaves, kinds, same[1:])
+    same_objects = iter(same[1:])
+    number = group.registry.next_key() if leaves else 0
+    for index, kind in enumerate(kinds):
+        leaf = leaves[index]
+        if kind == _COMPONENT or (kind == _OBJECT and not next(same_objects)):
+            key = (number, index)
+            own = own_component(leaf)
+            held[key] = leaves[index] = group.registry.wrap(PerReplica, own, key)
+        elif kind == _OBJECT and type(leaf) not in ATOMS:
+            objects.append((index, leaf))
     names = None
     if same[0] and group.num_replicas > 1 and (objects or may_reach(merge_fn)):
         names = Names(merge_fn, objects, group.public_objects)
@@ -179,36 +187,6 @@ def _side_of(
     if group.replica_id == 0:
         return Coordinator(group, held, names), changes
     return Follower(group, held, names), changes
-
-
-def _wrap(
-    group: ReplicaGroup, leaves: list[Nest], kinds: list[str], same: list[bool]
-) -> tuple[dict[Key, Registered], list[tuple[int, Nest]]]:
-    """Replace this replica's own values among the leaves by handles.
-
-    Args:
-        group: the ranks.
-        leaves: of the arguments.
-        kinds: of the leaves.
-        same: for each object among them, whether it is the same on all ranks.
-
-    Returns:
-        The handles by key; and the objects that are the same, with their numbers.
-    """
-    registry = group.registry
-    number = registry.next_key()
-    held: dict[Key, Registered] = {}
-    objects: list[tuple[int, Nest]] = []
-    same_objects = iter(same)
-    for index, kind in enumerate(kinds):
-        leaf = leaves[index]
-        if kind == _COMPONENT or (kind == _OBJECT and not next(same_objects)):
-            key = (number, index)
-            own = own_component(leaf)
-            held[key] = leaves[index] = registry.wrap(PerReplica, own, key)
-        elif kind == _OBJECT and type(leaf) not in ATOMS:
-            objects.append((index, leaf))
-    return held, objects
 
 
 def _compare(

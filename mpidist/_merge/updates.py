@@ -152,9 +152,9 @@ class UpdateBatch(SectionResult):
             return result
         # Compared at the join. The seed chooses words of large arrays, as if at random.
         seed = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12
-        # Each once, in an order that is the same on all ranks.
-        changed = {v.key: v for v in self._writes.storages[before:]}
-        written = [(v, v.fingerprint(seed)) for _, v in sorted(changed.items())]
+        storages = self._writes.storages[before:]
+        if len(storages) > 1:  # each once, in an order that is the same on all ranks
+            storages = [v for _, v in sorted({v.key: v for v in storages}.items())]
         structure, returned = nest.LEAF, []
         if result is not None and type(result) is not Variable:
             leaves, shape = nest.flatten(result)
@@ -165,9 +165,13 @@ class UpdateBatch(SectionResult):
         numbers.append(fingerprint(structure))
         if arguments:
             numbers.append(fingerprint_of_bytes(arguments.encode()))
-        for v, one in written:
-            numbers += v.key[0], one
-        numbers += [checksums.fingerprint_of_array(_array(x), seed) for x in returned]
+        written: list[tuple[VariableStorage, int]] = []
+        for v in storages:
+            one = v.fingerprint(seed)
+            numbers += (v.key[0], one)
+            written.append((v, one))
+        for x in returned:
+            numbers.append(checksums.fingerprint_of_array(_array(x), seed))
         if self._writes.kept is None:
             update = update._replace(args=(), kwargs=None)  # arguments may be large
         self._effects.append(_Effect(update, arguments, structure, written, returned))

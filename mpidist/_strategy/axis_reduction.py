@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -73,14 +73,8 @@ def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
 
 def reduce_same(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Nest:
     """Reduce a value that is the same on all replicas over axes. Not collective."""
-    x, kind = backend.as_array(leaf, _CALL)
     part = reduce_axes(op, leaf, axes)
-    result = part.array / part.elements if op is ReduceOp.MEAN else part.array
-    entry = dtype_table.reduction(x.dtype, op, _CALL)
-    if kind not in ("scalar", "number"):
-        host = np.asarray(backend.to_host(result), entry.result)
-        return backend.restore(backend.like(x, host), kind)
-    return backend.restore(np.asarray(result, entry.result), kind)
+    return _result_of(op, part.array, part.elements, part)
 
 
 def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> list[Nest]:
@@ -102,15 +96,17 @@ def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> lis
         raise ValueError(
             f"{_CALL}: {op.name} over an axis that has no elements on any replica"
         )
-    results = []
-    for reduced, total, part in zip(arrays, totals, parts, strict=True):
-        entry = dtype_table.reduction(part.dtype, op, _CALL)
-        if op is ReduceOp.MEAN:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                reduced = np.true_divide(reduced, entry.compute.type(total))
-        result = reduced.astype(entry.result, copy=False)
-        results.append(backend.as_given(result, part.kind))
-    return results
+    return [_result_of(op, *row) for row in zip(arrays, totals, parts, strict=True)]
+
+
+def _result_of(op: ReduceOp, reduced: Any, total: int, part: Partial) -> Nest:
+    """Return the result of all parts, given what they and their elements add up to."""
+    entry = dtype_table.reduction(part.dtype, op, _CALL)
+    if op is ReduceOp.MEAN:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            reduced = np.true_divide(reduced, entry.compute.type(total))
+    result = reduced.astype(entry.result, copy=False)
+    return backend.as_given(result, part.kind)
 
 
 def _identity(op: ReduceOp, dtype: DType) -> bool | int | float:

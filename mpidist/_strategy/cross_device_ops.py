@@ -30,8 +30,8 @@ from mpidist._strategy.reductions import (
     reduce_pairs,
     root_of,
 )
+from mpidist._values.components import component_of, differs, is_same
 from mpidist._values.distributed import Mirrored, own_component
-from mpidist._values.locality import component_of, differs, is_same
 from mpidist._values.variable import Variable
 
 _Result: TypeAlias = tuple[Nest, bool]

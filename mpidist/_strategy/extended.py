@@ -27,14 +27,13 @@ from mpidist._runtime.registry import component
 from mpidist._strategy import operations as operations  # registers them
 from mpidist._strategy.contexts import MultiStepContext, Steps
 from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
-from mpidist._values import variable_operations as variable_operations  # too
+from mpidist._values.components import check_owner, fetch, results_of_leaf
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
     select_replica,
 )
-from mpidist._values.locality import check_owner, fetch, results_of_leaf
 from mpidist._values.variable import Variable, storage_of
 from mpidist.data import Dataset
 

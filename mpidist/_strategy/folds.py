@@ -8,7 +8,6 @@ to all, and the results, which must have the same bits, are compared.
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Final
 
@@ -22,9 +21,10 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceFunction
 from mpidist._base.types import Array, Nest
 from mpidist._merge.argument_equality import fingerprint_of_function
+from mpidist._merge.object_parts import function_in
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.scope import warn_of_own_value
-from mpidist._values.locality import component_of, differs
+from mpidist._values.components import component_of, differs
 
 _SHOWN_BITS: Final = 0xFFFFFF  # of a fingerprint: six digits
 
@@ -131,12 +131,10 @@ def _checked(returned: object, rows: Array, call: str) -> Array:
 
 def _name_of(function: ReduceFunction) -> str:
     """Return a text that is the same on all ranks if the function is."""
-    inner: object = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
+    inner: object = function_in(function)
     if isinstance(inner, np.ufunc):
         return f"numpy.{inner.__name__}"
-    if isinstance(inner, (types.FunctionType, types.MethodType)):
+    if isinstance(inner, types.FunctionType):
         digits = fingerprint_of_function(inner) & _SHOWN_BITS
         return f"{inner.__qualname__.rpartition('<locals>.')[2]} #{digits:06x}"
     name = getattr(inner, "__qualname__", None) or getattr(inner, "__name__", None)

@@ -31,17 +31,17 @@ from mpidist._strategy.reductions import (
     all_reduce,
     broadcast_value,
     check_destinations,
-    reduce_components,
+    reduce_pairs,
     root_of,
 )
 from mpidist._values.array_like import to_plain
+from mpidist._values.components import component_of, differs, is_same
 from mpidist._values.distributed import (
     Mirrored,
     PerReplica,
     own_component,
     select_replica,
 )
-from mpidist._values.locality import component_of, differs, is_same
 from mpidist._values.variable import Variable, storage_of
 
 
@@ -214,14 +214,11 @@ def _reduce_pairs(
     if custom is not None and asked:
         reduced = custom.batch_reduce(op, asked, options)
     else:
-        reduced = reduce_components(group, op, asked, options, call)
-    number = registry.next_key()
+        reduced = reduce_pairs(group, op, asked, options, call)
     for i, x in zip(moving, reduced, strict=True):
         if root_of(group, wanted[i]) is not None:
             # For one rank: None on the others. See `StrategyExtended.reduce_to`.
-            x = registry.wrap(PerReplica, x, (number, i))
-        elif not isinstance(x, Mirrored):
-            x = registry.wrap(Mirrored, x, (number, i))
+            x = registry.wrap(PerReplica, x, (registry.next_key(), i))
         results[i] = x
     remaining = iter(results)
     return [
@@ -249,28 +246,24 @@ def _components(group: ReplicaGroup, pairs: object) -> list[Nest] | None:
 
 
 def _flatten_pairs(
-    group: ReplicaGroup, pairs: object, call: str
+    group: ReplicaGroup, pairs: Any, call: str
 ) -> tuple[list[nest.Structure], list[Nest], list[Destination]]:
     """Return the structures of the values, all leaves, and the destination of each."""
     structures: list[nest.Structure] = []
     leaves: list[Nest] = []
     wanted: list[Destination] = []
-    for value, destinations in _check_pairs(pairs, call):
+    fits = isinstance(pairs, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+    )
+    what = "`value_destination_pairs` to be a list of (value, destinations) tuples"
+    expect(fits, call, what, pairs, error=ValueError)
+    for value, destinations in pairs:
         check_destinations(group, destinations, call)
         flat, structure = nest.flatten(value)
         structures.append(structure)
         leaves += flat
         wanted += [destinations] * len(flat)
     return structures, leaves, wanted
-
-
-def _check_pairs(pairs: Any, call: str) -> list[Pair]:
-    fits = isinstance(pairs, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
-    )
-    what = "`value_destination_pairs` to be a list of (value, destinations) tuples"
-    expect(fits, call, what, pairs, error=ValueError)
-    return [(pair[0], pair[1]) for pair in pairs]
 
 
 @dispatch.operation("broadcast_to")

@@ -17,6 +17,7 @@ from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import home_of
 from mpidist._values.array_like import ArrayLike
+from mpidist._values.components import check_owner, component_of
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
@@ -24,7 +25,6 @@ from mpidist._values.distributed import (
     is_per_replica,
     own_component,
 )
-from mpidist._values.locality import check_owner, component_of
 from mpidist._values.variable import Variable, storage_of
 
 Everywhere: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray
@@ -34,6 +34,7 @@ Destination: TypeAlias = Everywhere | str
 Pair: TypeAlias = tuple[Nest, Destination]
 """A value, and where its reduction goes."""
 
+_NUMBERS: Final = (bool, int, float, complex)
 _DEVICE: Final = re.compile(
     r"(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?"
     r"/?(?:(?:device:)?[CGT]PU(?::(?:\d+|\*))?)?",
@@ -77,57 +78,41 @@ def reduce_pairs(
 
     Collective. Results for all ranks become Mirrored.
     """
-    registry = group.registry
-    results = reduce_components(group, op, pairs, options, call)
-    mirrored = [i for i, (_, to) in enumerate(pairs) if root_of(group, to) is None]
-    wrapped = registry.wrap_tree(Mirrored, [results[i] for i in mirrored])
-    for i, x in zip(mirrored, wrapped, strict=True):
-        results[i] = x
-    return results
-
-
-def reduce_components(
-    group: ReplicaGroup,
-    op: ReduceOp,
-    pairs: Sequence[Pair],
-    options: CommunicationOptions | None,
-    call: str,
-) -> list[Nest]:
-    """Reduce the pairs of `reduce_pairs`; return plain results. Collective."""
-    collectives = group.collectives
-    groups: dict[int | None, list[int]] = {}
-    for i, (_, destinations) in enumerate(pairs):
-        groups.setdefault(root_of(group, destinations), []).append(i)
+    roots = [root_of(group, destinations) for _, destinations in pairs]
     results: list[Nest] = [None] * len(pairs)
-    for root in sorted(groups, key=lambda r: -1 if r is None else r):
-        members = groups[root]
+    for root in sorted({*roots}, key=lambda r: -1 if r is None else r):
+        members = [i for i, one in enumerate(roots) if one == root]
         own = [nest.map_structure(component_of, pairs[i][0]) for i in members]
-        reduced = collectives.all_reduce(op, own, options, call, root)
+        reduced = group.collectives.all_reduce(op, own, options, call, root)
         for i, x in zip(members, reduced, strict=True):
             results[i] = x
+    mirrored = [i for i, root in enumerate(roots) if root is None]
+    wrapped = group.registry.wrap_tree(Mirrored, [results[i] for i in mirrored])
+    for i, x in zip(mirrored, wrapped, strict=True):
+        results[i] = x
     return results
 
 
 def broadcast_value(group: ReplicaGroup, get: Callable[[], Nest]) -> Nest:
     """Copy the value that ``get`` returns on rank 0 to all ranks. Collective."""
 
-    def make() -> list[Nest]:  # the value, and whether it is a number
+    def make() -> list[Nest]:
         value = get()
         if is_per_replica(value):
             raise TypeError(
                 "broadcast_to: got a PerReplica, which is not one value; write "
                 "`strategy.extended.reduce_to(op, value, destinations)`"
             )
-        if isinstance(value, (bool, int, float, complex)):
-            return [value, True]
+        if isinstance(value, _NUMBERS):
+            return [value]
         if isinstance(value, ArrayLike):
             value = value.value()
         # A copy: later changes to the array must not show on one rank only.
         array, kind = backend.as_array(value, "broadcast_to")
-        return [backend.as_given(array.copy(), kind), False]
+        return [backend.as_given(array.copy(), kind)]
 
-    value, is_number = group.collectives.share(make, "broadcast_to")
-    if is_number:
+    (value,) = group.collectives.share(make, "broadcast_to")
+    if isinstance(value, _NUMBERS):
         return value
     return group.registry.wrap_tree(Mirrored, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, overload
@@ -16,9 +17,9 @@ from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.interruptions import tells
+from mpidist._strategy.contexts import checker, require_current
 from mpidist._strategy.folds import fold
-from mpidist._strategy.replica_checks import checker, require_current
-from mpidist._strategy.scope import require_scope
+from mpidist._strategy.scope import checked, require_scope, warn_of_own_value
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.distributed import PerReplica
@@ -63,6 +64,10 @@ class ReplicaContext:
         self._group = group
         self._all_reduce = group.all_reduce
         self._all_gather = group.all_gather
+        if not group.is_mpi:
+            no_thread = functools.partial(require_scope, "all_gather")
+            self._all_reduce = checked(warn_of_own_value, group.all_reduce)
+            self._all_gather = checked(no_thread, group.all_gather)
 
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
@@ -376,7 +381,8 @@ class ReplicaContext:
             CollectiveMismatchError: if the replicas' calls differ.
         """
         group = self._group
-        require_current(self, "merge_call")
+        if context.current().replica_context is not self:
+            require_current(self, "merge_call")
         kwargs = {} if kwargs is None else kwargs
         if group.is_mpi:
             return group.merge_call(group, merge_fn, args, kwargs)

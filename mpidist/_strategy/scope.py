@@ -18,10 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from mpidist._base import threads
 from mpidist._base.errors import level_of_caller
-from mpidist._base.options import CommunicationOptions
-from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
-from mpidist._collectives.collectives import Collectives
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values import creators
@@ -70,12 +67,8 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
         self._entered.pop()
 
 
-def _make() -> weakref.WeakSet[ReplicaGroup]:
-    return weakref.WeakSet()
-
-
 # The groups of several ranks that this process is in, and that no warning has named.
-_open = threads.ReplicaLocal(_make)
+_open = threads.ReplicaLocal(weakref.WeakSet[ReplicaGroup])
 
 
 def note_open(group: ReplicaGroup) -> None:
@@ -136,28 +129,13 @@ def warn_of_own_value() -> None:
         return
 
 
-def of_one_replica(
-    collectives: Collectives,
-) -> tuple[Callable[..., Nest], Callable[..., Nest]]:
-    """Return ``all_reduce`` and ``all_gather`` of the default strategy.
+def checked(
+    check: Callable[[], None], function: Callable[..., Nest]
+) -> Callable[..., Nest]:
+    """Return a function with a check before it, for the default strategy's calls."""
 
-    They return the value itself, and warn or raise if the caller could mean another.
-    """
+    def call(*args: Any, **kwargs: Any) -> Nest:
+        check()
+        return function(*args, **kwargs)
 
-    def all_reduce(
-        op: ReduceOp,
-        tree: Nest,
-        options: CommunicationOptions | None = None,
-        call: str = "all_reduce",
-    ) -> Nest:
-        if call == "all_reduce":  # of a replica context, not of a variable
-            warn_of_own_value()
-        return collectives.all_reduce(op, tree, options, call)
-
-    def all_gather(
-        value: Nest, axis: int, options: CommunicationOptions | None = None
-    ) -> Nest:
-        require_scope("all_gather")
-        return collectives.all_gather(value, axis, options)
-
-    return all_reduce, all_gather
+    return call

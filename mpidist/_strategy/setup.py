@@ -163,9 +163,7 @@ def complete(
     # What `ReplicaContext.all_reduce` and `all_gather` call, and variables, too.
     group.all_reduce = collectives.all_reduce
     group.all_gather = collectives.all_gather
-    if not group.is_mpi:
-        group.all_reduce, group.all_gather = scope.of_one_replica(collectives)
-    elif ops is not None:
+    if ops is not None:
         group.custom_ops = ops
         group.all_reduce = functools.partial(all_reduce, group)
     group.merge_call = merge_call
@@ -338,18 +336,10 @@ class DefaultStrategy(Strategy):
 
 
 def _group_of_one() -> ReplicaGroup:
-    environment = Environment(
-        abort=False,
-        cuda_aware=None,
-        guard=False,
-        timeout_seconds=0.0,
-        stall_seconds=0.0,
-        bytes_per_pack=0,
-    )
     comm = AnyCommunicator()
     guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
     collectives = Collectives(
-        comm, guard, CommunicationOptions(), environment, gpus.Device("cpu")
+        comm, guard, CommunicationOptions(), Environment(), gpus.Device("cpu")
     )
     return ReplicaGroup(
         collectives, number=0, is_mpi=False, make_registry=RegistryOfOne

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final, NoReturn, TypeAlias, overload
 
@@ -19,8 +19,8 @@ from mpidist._runtime.interruptions import tells
 from mpidist._strategy.contexts import ValueContext
 from mpidist._strategy.extended import StrategyExtended
 from mpidist._strategy.scope import Scope
+from mpidist._values.components import local_results
 from mpidist._values.distributed import PerReplica, own_component
-from mpidist._values.locality import local_results
 from mpidist.cluster import MPIClusterResolver
 from mpidist.data import (
     Dataset,
@@ -92,10 +92,7 @@ class Strategy:
         )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self} cannot be pickled or copied: it is a group of processes. Make it "
-            "once, and call `mpidist.get_strategy()` where it is needed"
-        )
+        self._group.__reduce__()
 
     @property
     def extended(self) -> StrategyExtended:
@@ -413,11 +410,11 @@ class Strategy:
             name: accepted and ignored.
         """
 
-    @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: object) -> Iterator[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: object
+    ) -> contextlib.AbstractContextManager[None]:
         """See `StrategyExtended.colocate_vars_with`; this is its older location."""
-        with self._extended.colocate_vars_with(colocate_with_variable):
-            yield
+        return self._extended.colocate_vars_with(colocate_with_variable)
 
     @overload  # of a function without types
     def experimental_distribute_values_from_function(

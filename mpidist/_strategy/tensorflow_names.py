@@ -104,7 +104,8 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
         """
         n = self.num_replicas_in_sync
         at_program_level = context.current().coordinator is None
-        if self._warns and n > 1 and at_program_level and _has_per_replica(value):
+        differs = any(map(is_per_replica, flatten(value)[0]))
+        if self._warns and n > 1 and at_program_level and differs:
             self._warns = False
             warnings.warn(
                 f"[rank {self.replica_id}] experimental_local_results: this rank's "
@@ -252,10 +253,6 @@ def _options(
             "experimental.CommunicationOptions(implementation=...)`"
         )
     return CommunicationOptions(implementation=communication)
-
-
-def _has_per_replica(value: Nest) -> bool:
-    return any(map(is_per_replica, flatten(value)[0]))
 
 
 def _devices(devices: object, num_gpus: object) -> object:

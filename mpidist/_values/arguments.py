@@ -119,17 +119,13 @@ def convert(target: Target, how: str, value: Nest, shape: Shape | None = None) -
     shape = own.shape if shape is None else shape
     if is_per_replica(value):
         _refuse_per_replica(target.name, how)
-    value = to_plain(value)
-    listed = isinstance(value, (list, tuple))
-    x: Array
-    x, kind = backend.as_array(np.asarray(value) if listed else value, call)
+    x, python_numbers = _as_array(value, call)
     if tuple(x.shape) != shape:
         raise ValueError(
             f"{call}: expected a value of shape {shape}, got "
             f"{backend.describe(x)}; write `numpy.full({shape}, value)` to "
             "spread a number over the array"
         )
-    python_numbers = listed or kind == "number"
     if x.dtype != dtype and not _fits(x, dtype, python_numbers):
         raise ValueError(
             f"{call}: expected a value that fits into {dtype.name}, got "
@@ -193,6 +189,14 @@ def _refuse_per_replica(name: str, how: str) -> NoReturn:
     )
 
 
+def _as_array(value: Nest, call: str) -> tuple[Array, bool]:
+    """Return a value as an array, and whether it is made of Python's numbers."""
+    value = to_plain(value)
+    listed = isinstance(value, (list, tuple))
+    x, kind = backend.as_array(np.asarray(value) if listed else value, call)
+    return x, listed or kind == "number"
+
+
 def _fits(x: Array, dtype: DType, python_numbers: bool) -> bool:
     """Return whether values may be cast: to the same kind of dtype, or a wider one.
 
@@ -234,11 +238,7 @@ def initial_array(
             f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
             "value, axis=None)` or one array"
         )
-    value = to_plain(value)
-    if isinstance(value, (list, tuple)):
-        value = np.asarray(value)
-    x: Array
-    x, _ = backend.as_array(value, call)
+    x, _ = _as_array(value, call)
     x = x if dtype is None else x.astype(dtype)
     backend.check_dtype(x.dtype, call)
     if shape is not None and tuple(x.shape) != tuple(shape):

@@ -18,7 +18,7 @@ from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.locality import check_owner
+from mpidist._values.components import check_owner
 from mpidist._values.variable import Variable, array_of, storage_of
 
 _MOST_NAMED: Final = 5  # arrays, or ranks, in a message

@@ -31,10 +31,6 @@ def current() -> Creators:
     return _stack.creators
 
 
-class Internal:
-    """The base of arguments by which the package makes a variable: no creator runs."""
-
-
 @contextlib.contextmanager
 def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
     """Let a function change how the variables of a ``with`` block are made.
@@ -88,8 +84,7 @@ def by_creators(
     @functools.wraps(init)
     def made(self: _V, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         creators = _stack.creators
-        internal = args and isinstance(args[0], Internal)
-        if not creators or internal or len(args) > len(names):
+        if not creators or len(args) > len(names):
             return init(self, *args, **kwargs)
         done = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
@@ -21,9 +20,8 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Registered
 from mpidist._values.arguments import Attributes, check_attributes, initial_array
 from mpidist._values.array_like import ArrayLike
-from mpidist._values.creators import Internal, by_creators
+from mpidist._values.creators import by_creators
 from mpidist._values.divided import DividedStorage, Part
-from mpidist._values.reference import Reference
 from mpidist._values.storage import (
     Assignment,
     OnReadStorage,
@@ -32,18 +30,7 @@ from mpidist._values.storage import (
     require_readable,
 )
 
-_ON_READ: Final = VariableSynchronization.ON_READ
 _OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
-
-
-@dataclasses.dataclass(frozen=True)
-class InitialCopy(Internal):
-    """The data that all ranks have for a variable, as argument of `Variable`."""
-
-    group: ReplicaGroup
-    value: Array
-    attributes: Attributes
-    part: Part | None = None
 
 
 class Variable(ArrayLike, Registered):
@@ -117,9 +104,6 @@ class Variable(ArrayLike, Registered):
         shape: Shape | None = None,
     ) -> None:
         """Compute the initial value on rank 0 and copy it to all ranks. Collective."""
-        if type(initial_value) is InitialCopy:  # from the operations below
-            self._set_up(initial_value)
-            return
         frame = context.current()
         group = frame.group
         collectives = group.collectives
@@ -139,24 +123,7 @@ class Variable(ArrayLike, Registered):
             return
         text = f"{attributes}, dtype={dtype}, shape={shape}"
         (value,) = collectives.share(lambda: [make()], text)
-        self._set_up(InitialCopy(group, value, attributes))
-
-    def _set_up(self, given: InitialCopy) -> None:
-        """Create this rank's copy, and draw the key."""
-        group, value = given.group, given.value
-        with group.guard.payload():  # the other ranks have it, and count it
-            attributes = given.attributes
-            storage: VariableStorage
-            if given.part is not None:
-                storage = DividedStorage(group, attributes, value, given.part)
-            elif attributes.synchronization is _ON_READ:
-                storage = OnReadStorage(group, attributes, value)
-            else:
-                storage = VariableStorage(group, attributes, value)
-            self._storage = storage
-            registry = group.registry
-            storage.key = (registry.next_key(), 0)
-            registry.add(storage.key, self)
+        set_up(self, group, value, attributes)
 
     # --- properties -----------------------------------------------------------
 
@@ -226,7 +193,7 @@ class Variable(ArrayLike, Registered):
                 x.flags.writeable = False
         return (storage.view, *column[1:])
 
-    def ref(self) -> Reference[Variable]:
+    def ref(self) -> Reference:
         """Return a key for dicts and sets, whose ``deref()`` is this variable.
 
         The variable itself is such a key, too. Not collective.
@@ -249,9 +216,6 @@ class Variable(ArrayLike, Registered):
             f"<mpidist.Variable {self.name!r}{kind} shape={self.shape} "
             f"dtype={self.dtype.name}, value{whose}={np.array2string(host)}>"
         )
-
-    def __format__(self, spec: str) -> str:
-        return format(self.value(), spec) if spec else str(self)
 
     __hash__ = object.__hash__
 
@@ -535,6 +499,28 @@ class Variable(ArrayLike, Registered):
             frame.written.append(self)
 
 
+class Reference:
+    """What `Variable.ref` returns: equal to another one of the same variable."""
+
+    def __init__(self, variable: Variable) -> None:
+        self._variable = variable
+
+    def deref(self) -> Variable:
+        """Return the variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Reference):
+            return self._variable is other._variable
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+    def __repr__(self) -> str:
+        return f"<Reference to {self._variable!r}>"
+
+
 storage_of: Final[Callable[[Variable], VariableStorage]] = operator.attrgetter(
     "_storage"
 )
@@ -542,9 +528,33 @@ storage_of: Final[Callable[[Variable], VariableStorage]] = operator.attrgetter(
 `Variable` are for users."""
 
 
-def set_up(variable: Variable, copy: InitialCopy) -> None:
-    """Complete a variable whose constructor runs: for the operation that creates it."""
-    variable._set_up(copy)
+def set_up(
+    variable: Variable | None,
+    group: ReplicaGroup,
+    value: Array,
+    attributes: Attributes,
+    part: Part | None = None,
+) -> Variable:
+    """Create this rank's copy of a variable whose data all ranks have; draw its key.
+
+    Args:
+        variable: whose constructor runs; None: a new one.
+        group: the replicas.
+        value: the data.
+        attributes: of the variable.
+        part: which elements they are, if each rank has others; None: all.
+    """
+    if variable is None:
+        variable = Variable.__new__(Variable)
+    with group.guard.payload():  # the other ranks have it, and count it
+        if part is not None:
+            variable._storage = DividedStorage(group, attributes, value, part)
+        elif attributes.synchronization is VariableSynchronization.ON_READ:
+            variable._storage = OnReadStorage(group, attributes, value)
+        else:
+            variable._storage = VariableStorage(group, attributes, value)
+        variable._storage.key = key = (group.registry.next_key(), 0)
+        return group.registry.add(key, variable)
 
 
 array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.array")

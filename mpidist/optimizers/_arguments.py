@@ -14,7 +14,7 @@ from mpidist._base.types import DType, Nest
 from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.locality import check_owner
+from mpidist._values.components import check_owner
 from mpidist._values.variable import Variable, storage_of
 
 APPLY: Final = "apply_gradients"

@@ -17,8 +17,8 @@ from mpidist._collectives.plan import Plan
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
+from mpidist._values.components import is_same
 from mpidist._values.distributed import DistributedValues, PerReplica
-from mpidist._values.locality import is_same
 from mpidist._values.variable import Variable, array_of
 from mpidist.optimizers._arguments import APPLY, Gradient, listed
 

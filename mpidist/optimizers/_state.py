@@ -20,7 +20,7 @@ from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import check_attributes
 from mpidist._values.divided import Part
-from mpidist._values.variable import InitialCopy, Variable, array_of, storage_of
+from mpidist._values.variable import Variable, array_of, set_up, storage_of
 from mpidist.optimizers._arguments import (
     array_functions,
     compute_dtype,
@@ -163,7 +163,7 @@ class State:
             own = np.zeros(part.stop - part.start, dtype)
             attributes = check_attributes(False, f"{name}/{what}", "ON_READ", "SUM")
             place = Part(variable.shape, part.start)
-            return Variable(InitialCopy(group, own, attributes, place))
+            return set_up(None, group, own, attributes, place)
 
         self.group = group
         self.variables = variables
