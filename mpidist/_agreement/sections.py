@@ -87,6 +87,8 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
                 section.error = error
                 if isinstance(error, CollectiveError):
                     section.kind = "agreed"
+                elif not isinstance(error, Exception):  # sys.exit: of this rank alone
+                    section.kind = "raised"
             found = join(guard, call, section)
         except BaseException as raised:
             # Such as Ctrl-C: those who are in the section learn that this rank is not

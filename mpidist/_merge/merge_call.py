@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Final
 
 import numpy as np
@@ -69,7 +68,6 @@ from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered, gathered
-from mpidist._timeline.observer import END_OF, Calls, observed
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
@@ -87,15 +85,6 @@ _OBJECT: Final = "object"
 _READ_ONCE: Final = (zip, map, filter, enumerate, types.GeneratorType)
 
 
-def _whole(
-    calls: Calls, group: ReplicaGroup, merge_fn: Callable[..., Nest], *_: object
-) -> AbstractContextManager[None]:
-    """How a merge_call is observed."""
-    name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
-    return calls.whole(f"{END_OF}merge_call({name})", lambda: group.guard.sequence)
-
-
-@observed(_whole)
 def merge_call(
     group: ReplicaGroup,
     merge_fn: Callable[..., Nest],

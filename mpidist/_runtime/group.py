@@ -38,10 +38,8 @@ class ReplicaGroup:
         custom_ops: the user's `CrossDeviceOps`; None if there are none.
         all_reduce: ``all_reduce(op, tree, options=None, call=...)`` reduces a nest of
             this rank's components, with the user's `CrossDeviceOps` if there are some.
-            Collective. Set by `_strategy/setup`, as the next two.
+            Collective. Set by `_strategy/setup`, as the next one.
         all_gather: ``all_gather(value, axis, options=None)`` concatenates. Collective.
-        merge_call: ``merge_call(group, merge_fn, args, kwargs)`` makes rank 0 the
-            coordinator. Collective.
         public_objects: the objects of the strategy that users may hold, also inside
             objects such as datasets, and pass to a command: the same on all ranks, in
             the same order. Set by the strategy.
@@ -58,7 +56,6 @@ class ReplicaGroup:
     replica_frame: Any
     all_reduce: Callable[..., Any]
     all_gather: Callable[..., Any]
-    merge_call: Callable[..., Any]
 
     def __init__(
         self,

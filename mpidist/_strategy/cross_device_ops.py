@@ -362,17 +362,11 @@ def _run_on_all(
     guard = group.guard
 
     def checked(section: SectionResult) -> list[_Result]:
-        try:
-            with context.entered(group.cross_frame):
-                results = body()
-            if guard.checks:
-                texts = [_describe_result(x) for x, for_all in results if for_all]
-                section.set_result(", ".join(texts))
-        except Exception:
-            raise
-        except BaseException:  # such as sys.exit: not repeated on other ranks
-            section.kind = "raised"
-            raise
+        with context.entered(group.cross_frame):
+            results = body()
+        if guard.checks:
+            texts = [_describe_result(x) for x, for_all in results if for_all]
+            section.set_result(", ".join(texts))
         return results
 
     results = run_section(guard, Call(f"the end of {call}"), checked)

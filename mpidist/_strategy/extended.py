@@ -365,10 +365,15 @@ class StrategyExtended:
         )
         if not any(isinstance(destinations, str) for _, destinations in pairs):
             return results
-        return [
-            self._unwrap_at_destination(result, destinations)
-            for result, (_, destinations) in zip(results, pairs, strict=True)
-        ]
+        alone = context.current().coordinator is not None
+        for i, (_, destinations) in enumerate(pairs):
+            # For one rank: a PerReplica, and this code may see that of this rank.
+            if not alone or root_of(self._group, destinations) == 0:
+                results[i] = nest.map_structure(
+                    lambda x: component(x) if isinstance(x, PerReplica) else x,
+                    results[i],
+                )
+        return results
 
     @tells("broadcast_to")
     def broadcast_to(self, tensor: Nest, destinations: Destination) -> Nest:
@@ -487,18 +492,6 @@ class StrategyExtended:
             return result
         fetch(frame.coordinator, nest.flatten(result)[0])
         return nest.map_structure(results_of_leaf, result)
-
-    def _unwrap_at_destination(self, result: Nest, destinations: Destination) -> Nest:
-        """Unwrap a value that was reduced to one rank, if this code may see it."""
-        if not isinstance(destinations, str) or not self._group.is_mpi:
-            return result
-        root = root_of(self._group, destinations)
-        alone = context.current().coordinator is not None
-        if alone and root is not None and root != self._group.replica_id:
-            return result
-        return nest.map_structure(
-            lambda x: component(x) if isinstance(x, PerReplica) else x, result
-        )
 
 
 def _one_of(

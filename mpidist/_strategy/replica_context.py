@@ -14,6 +14,7 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceOp, Reduction, as_reduce_op
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest
+from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.interruptions import tells
@@ -385,7 +386,12 @@ class ReplicaContext:
             require_current(self, "merge_call")
         kwargs = {} if kwargs is None else kwargs
         if group.is_mpi:
-            return group.merge_call(group, merge_fn, args, kwargs)
+            calls = group.guard.calls
+            if calls is None:
+                return merge_call(group, merge_fn, args, kwargs)
+            name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
+            with calls.whole(f"merge_call({name})", group.guard):
+                return merge_call(group, merge_fn, args, kwargs)
         check_arguments("merge_call", args, kwargs)
         require_scope("merge_call")
         with context.entered(group.cross_frame):

@@ -28,7 +28,6 @@ from mpidist._collectives import bits, node
 from mpidist._collectives.collectives import Collectives
 from mpidist._collectives.nodes import SharedMemory, open_shared_memory
 from mpidist._merge import updates
-from mpidist._merge.merge_call import merge_call
 from mpidist._mpi import survival
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.communicator import Communicator
@@ -166,9 +165,6 @@ def complete(
     if ops is not None:
         group.custom_ops = ops
         group.all_reduce = functools.partial(all_reduce, group)
-    group.merge_call = merge_call
-    if guard.calls is not None:
-        group.merge_call = guard.calls.observing_function(merge_call)
     Strategy.__init__(strategy, group)
     replica_context = ReplicaContext(strategy, None)
     group.public_objects = (strategy, strategy.extended, replica_context, group)

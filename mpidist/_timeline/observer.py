@@ -118,7 +118,7 @@ Returns = Callable[[Any, Any], None]
 
 
 def observed(opens: Opens, returns: Returns | None = None) -> Callable[[_F], _F]:
-    """Mark a function or method: what observes it runs it in a context.
+    """Mark a method: what observes it runs it in a context.
 
     Args:
         opens: makes the context.
@@ -160,11 +160,10 @@ class Calls:
     def observing(self, plain: type[_C]) -> type[_C]:
         """Return a class whose marked methods are observed."""
         marked = inspect.getmembers(plain, lambda x: hasattr(x, "_observed"))
-        methods = {name: self.observing_function(method) for name, method in marked}
+        methods = {name: self._observing(method) for name, method in marked}
         return type(f"Observed{plain.__name__}", (plain,), methods)
 
-    def observing_function(self, function: _F) -> _F:
-        """Return a marked function that is observed."""
+    def _observing(self, function: _F) -> _F:
         opens, returns = function._observed  # type: ignore[attr-defined]
 
         @functools.wraps(function)
@@ -257,19 +256,20 @@ class Calls:
             self._here.span = outer
 
     @contextlib.contextmanager
-    def whole(self, text: str, number: Callable[[], int]) -> Iterator[None]:
+    def whole(self, name: str, guard: Any) -> Iterator[None]:
         """Observe a section that does not end with a call of its own.
 
         Args:
-            text: of its end.
-            number: returns the number of the last call.
+            name: of the section.
+            guard: its ``sequence`` is the number of the last call.
         """
-        with self.section(text, number() + 1) as span:
+        text = f"{END_OF}{name}"
+        with self.section(text, guard.sequence + 1) as span:
             try:
                 with self._timed(span):
                     yield
             finally:
-                span.text, span.number = text, number()
+                span.text, span.number = text, guard.sequence
                 self._tell("end", span)
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ from mpidist._base.variable_enums import VariableAggregation
 from mpidist._runtime.context import Frame, Level
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import Attributes, Target, convert, convert_slices
-from mpidist._values.distributed import PerReplica, own_component
+from mpidist._values.distributed import own_component
 
 Assignment = Literal["assign", "assign_add", "assign_sub"]
 
@@ -178,8 +178,7 @@ class VariableStorage:
         aggregation = self.attributes.aggregation
         with collectives.guard.checking(call):
             # Treat a PerReplica that the function closes over as an argument.
-            own = own_component(value) if isinstance(value, PerReplica) else value
-            prepared = self.prepare(how, own)
+            prepared = self.prepare(how, own_component(value))
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             combined = collectives.broadcast(prepared, call=call)
         else:
@@ -237,9 +236,7 @@ class OnReadStorage(VariableStorage):
 
     def write(self, how: Assignment, value: Nest) -> None:
         """Write the own copy in a replica context, without communication."""
-        if isinstance(value, PerReplica):
-            value = own_component(value)
-        self.apply(how, self.prepare(how, value))
+        self.apply(how, self.prepare(how, own_component(value)))
 
     def scatter(self, how: Scatter, value: Nest) -> NoReturn:
         """Raise: not supported, as in TensorFlow."""
