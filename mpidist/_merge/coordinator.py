@@ -179,7 +179,6 @@ class Coordinator:
             if isinstance(value, Mirrored):
                 _check_mirrored(value)
             self.command("scatter", (OnRank0(value), isinstance(value, Mirrored)))
-            self.watch(value)
             return key_of(value)
         raise _NotThereError(
             f"merge_fn uses {value!r:.200}, which the other ranks do not have: it "

@@ -14,7 +14,6 @@ from mpidist._merge import commands, object_names
 from mpidist._merge.commands import Update
 from mpidist._merge.updates import UpdateBatch, wrap
 from mpidist._runtime import context, dispatch
-from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered, key_of
 from mpidist._values.distributed import DistributedValues, own_component
@@ -198,11 +197,6 @@ class Follower:
                 raise
             return error
         self._hold(result)
-        for value in args:
-            if isinstance(value, OnRank0) and isinstance(
-                value.value, DistributedValues
-            ):
-                self._held[key_of(value.value)] = value.value
         return None
 
     def _hold(self, result: Nest) -> None:

@@ -68,6 +68,7 @@ from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered, gathered
+from mpidist._values.components import check_owner
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
@@ -211,12 +212,8 @@ def _kind_of(leaf: Nest, group: ReplicaGroup) -> str:
     if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS:
         return _COMPONENT
     if isinstance(leaf, Variable):
-        storage = storage_of(leaf)
-        if storage.group is not group:
-            raise ValueError(
-                f"merge_call: {leaf!r} belongs to {storage.group}, not to {group}"
-            )
-        return f"Variable {leaf.name!r} #{storage.key}"
+        check_owner(group, "merge_call", leaf)
+        return f"Variable {leaf.name!r} #{storage_of(leaf).key}"
     if isinstance(leaf, (DistributedValues, IndexedSlices)):
         return _COMPONENT
     if backend.is_number(leaf) or backend.is_array(leaf):
@@ -249,8 +246,8 @@ def _collect(
 
 
 @dispatch.operation("scatter")
-def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
-    """Send each rank its component of a value that rank 0 has created."""
+def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> DistributedValues:
+    """Send each rank its component of a value that rank 0 has created; return it."""
     collectives = group.collectives
     registry = group.registry
     value = marked.value
@@ -258,6 +255,5 @@ def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> None:
     (own,) = collectives.scatter(rows, "scatter a PerReplica of the coordinator")
     key = (registry.next_key(), 0)
     if value is None:
-        marked.value = registry.wrap(Mirrored if mirrored else PerReplica, own, key)
-    else:
-        registry.add(key, value)
+        return registry.wrap(Mirrored if mirrored else PerReplica, own, key)
+    return registry.add(key, value)

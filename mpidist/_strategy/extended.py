@@ -467,8 +467,9 @@ class StrategyExtended:
                 result = update_in_replica(self._group, update)
                 return result if group else (result,)
             frame = context.require_cross_replica(self._group, "update")
-            plain = isinstance(var, Variable) and not storage_of(var).group.is_mpi
-            if not isinstance(var, Variable) or (plain and self._group.is_mpi):
+            if not isinstance(var, Variable) or (
+                self._group.is_mpi and not storage_of(var).group.is_mpi
+            ):
                 if isinstance(var, DistributedValues):
                     hint = "use `strategy.run` to work on each replica's component"
                     with dispatch.checking(self._group, "update"):

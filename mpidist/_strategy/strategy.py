@@ -372,13 +372,7 @@ class Strategy:
                 runs for all: create them at program level and pass them in.
             CollectiveMismatchError: if structures, shapes or dtypes differ.
         """
-        frame = context.require_cross_replica(self._group, "buffers_like")
-        if frame.coordinator is not None:
-            raise RuntimeError(
-                "buffers_like: merge_fn runs on rank 0 alone, but every rank has "
-                "buffers of its own; make them at program level, before "
-                "`strategy.run`, and pass them to the replica function"
-            )
+        context.require_program_level(self._group, "buffers_like")
         return self._group.collectives.buffers_like(map_structure(own_component, nest))
 
     @overload

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, gpus
 from mpidist._base.expect import expect
-from mpidist._base.indexed_slices import IndexedSlices, Scatter
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._values.array_like import to_plain
-from mpidist._values.distributed import PerReplica, is_per_replica
+from mpidist._values.distributed import is_per_replica
 
 _E = TypeVar("_E", bound=enum.Enum)
 _NAMES: Final[dict[type[enum.Enum], str]] = {
@@ -82,43 +82,29 @@ def check_attributes(
     )
 
 
-class Target(NamedTuple):
-    """The variable that a value is converted for.
-
-    Attributes:
-        name: of the variable, for messages.
-        array: this rank's copy.
-        device: of this rank.
-    """
-
-    name: str
-    array: Array
-    device: gpus.Device
-
-
-def convert(target: Target, how: str, value: Nest, shape: Shape | None = None) -> Array:
-    """Return ``value`` as an array with dtype, shape and device of the target's.
+def convert(
+    call: str, own: Array, device: gpus.Device, value: Nest, shape: Shape | None = None
+) -> Array:
+    """Return ``value`` as an array with dtype, shape and device of a variable's.
 
     Args:
-        target: the variable.
-        how: the name of the method of `Variable`, for messages.
+        call: the variable and the name of the method, for messages.
+        own: this rank's copy.
+        device: of this rank.
         value: an array, a number, a list, a variable or a Mirrored.
         shape: the shape; default: that of the variable.
 
     Raises:
         TypeError, ValueError: if the value does not fit, see `Variable.assign`.
     """
-    own = target.array
     dtype = own.dtype
-    call = f"Variable {target.name!r}.{how}"
-    if dtype.kind == "b" and how in ("assign_sub", "scatter_sub"):
+    if dtype.kind == "b" and call.endswith("_sub"):
         raise ValueError(
             f"{call}: bool cannot be subtracted; write `variable.assign(variable "
             "& ~value)`, or make the variable with an integer dtype"
         )
     shape = own.shape if shape is None else shape
-    if is_per_replica(value):
-        _refuse_per_replica(target.name, how)
+    _refuse_per_replica(call, value)
     x, python_numbers = _as_array(value, call)
     if tuple(x.shape) != shape:
         raise ValueError(
@@ -134,20 +120,22 @@ def convert(target: Target, how: str, value: Nest, shape: Shape | None = None) -
     if x.dtype != dtype:
         x = x.astype(dtype)
     if backend.is_device_array(x) != backend.is_device_array(own):
-        x = backend.place(backend.to_host(x), target.device)
+        x = backend.place(backend.to_host(x), device)
     return x
 
 
-def convert_slices(target: Target, how: Scatter, value: Nest) -> tuple[Array, Array]:
+def convert_slices(
+    call: str, own: Array, device: gpus.Device, value: Nest
+) -> tuple[Array, Array]:
     """Return the indices and rows of an `IndexedSlices`, converted for the array.
+
+    Arguments as for `convert`.
 
     Raises:
         TypeError, ValueError: if the array has no such rows, see
             `Variable.scatter_add`.
     """
-    call = f"Variable {target.name!r}.scatter_{how}"
-    if is_per_replica(value):
-        _refuse_per_replica(target.name, f"scatter_{how}")
+    _refuse_per_replica(call, value)
     value = to_plain(value)
     if not isinstance(value, IndexedSlices):
         raise TypeError(
@@ -155,17 +143,16 @@ def convert_slices(target: Target, how: Scatter, value: Nest) -> tuple[Array, Ar
             f"{type(value).__name__}; write `mpidist.IndexedSlices(values, "
             "indices)`"
         )
-    shape, dtype = target.array.shape, target.array.dtype
+    shape, dtype, divides = own.shape, own.dtype, call.endswith("_div")
     if not shape:
         raise ValueError(f"{call}: a variable of shape () has no rows")
-    if how == "div" and dtype.kind == "b":
+    if divides and dtype.kind == "b":
         raise ValueError(f"{call}: bool cannot be divided; make the variable with ints")
     indices = backend.as_array(value.indices, call)[0]
-    if isinstance(value.indices, PerReplica) or isinstance(value.values, PerReplica):
-        _refuse_per_replica(target.name, f"scatter_{how}")
+    _refuse_per_replica(call, value.indices)
     rows_shape = (int(indices.shape[0]), *shape[1:])
-    rows = convert(target, f"scatter_{how}", value.values, rows_shape)
-    if how == "div" and dtype.kind in "iu" and not bool((rows != 0).all()):
+    rows = convert(call, own, device, value.values, rows_shape)
+    if divides and dtype.kind in "iu" and not bool((rows != 0).all()):
         raise ValueError(
             f"{call}: {dtype.name} cannot be divided by 0; make the variable with a "
             "floating dtype"
@@ -179,14 +166,15 @@ def convert_slices(target: Target, how: Scatter, value: Nest) -> tuple[Array, Ar
     return indices.astype(np.int64, copy=False), rows
 
 
-def _refuse_per_replica(name: str, how: str) -> NoReturn:
-    raise TypeError(
-        f"Variable {name!r}.{how}: got a PerReplica, which would make the "
-        f"copies differ; write `variable.{how}(strategy.reduce(op, value, axis="
-        f"None))`, or in merge_fn `variable.{how}(strategy.extended.reduce_to(op, "
-        "value, variable))`. In a replica function it takes each replica's own "
-        "value"
-    )
+def _refuse_per_replica(call: str, value: Nest) -> None:
+    how = call.rpartition(".")[2]
+    if is_per_replica(value):
+        raise TypeError(
+            f"{call}: got a PerReplica, which would make the copies differ; write "
+            f"`variable.{how}(strategy.reduce(op, value, axis=None))`, or in merge_fn "
+            f"`variable.{how}(strategy.extended.reduce_to(op, value, variable))`. In a "
+            "replica function it takes each replica's own value"
+        )
 
 
 def _as_array(value: Nest, call: str) -> tuple[Array, bool]:

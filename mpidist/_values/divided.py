@@ -55,7 +55,7 @@ class DividedStorage(OnReadStorage):
                 f"Variable {self.name!r}.{how}: got a PerReplica; expected the whole, "
                 "the same on all ranks, of which each takes its part"
             )
-        return convert(self._target(), how, value, self.shape)
+        return convert(*self._target(how), value, self.shape)
 
     def read(self) -> Array:
         """Return the whole, in a new array. Collective."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpidist._base import backend, checksums, indexed_slices
 from mpidist._base.errors import level_of_caller
+from mpidist._base.gpus import Device
 from mpidist._base.indexed_slices import IndexedSlices, Scatter
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.threads import ReplicaLocal
@@ -22,7 +23,7 @@ from mpidist._base.types import Array, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation
 from mpidist._runtime.context import Frame, Level
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.arguments import Attributes, Target, convert, convert_slices
+from mpidist._values.arguments import Attributes, convert, convert_slices
 from mpidist._values.distributed import own_component
 
 Assignment = Literal["assign", "assign_add", "assign_sub"]
@@ -127,7 +128,7 @@ class VariableStorage:
             and own.dtype.kind != "b"
         ):
             return value
-        return convert(self._target(), how, value)
+        return convert(*self._target(how), value)
 
     def prepare_slices(self, how: Scatter, value: Nest) -> tuple[Array, Array]:
         """Return the indices and rows of an `IndexedSlices`, converted for the array.
@@ -136,10 +137,10 @@ class VariableStorage:
             TypeError, ValueError: if the array has no such rows, see
                 `Variable.scatter_add`.
         """
-        return convert_slices(self._target(), how, value)
+        return convert_slices(*self._target(f"scatter_{how}"), value)
 
-    def _target(self) -> Target:
-        return Target(self.name, self.array, self.group.collectives.device)
+    def _target(self, how: str) -> tuple[str, Array, Device]:
+        return f"Variable {self.name!r}.{how}", self.array, self.group.device
 
     def component(self) -> Array:
         """Return this rank's copy, to be combined with the others."""
