@@ -217,8 +217,9 @@ def _reduce_pairs(
         reduced = reduce_pairs(group, op, asked, options, call)
     for i, x in zip(moving, reduced, strict=True):
         if root_of(group, wanted[i]) is not None:
-            # For one rank: None on the others. See `StrategyExtended.reduce_to`.
-            x = registry.wrap(PerReplica, x, (registry.next_key(), i))
+            # For one rank: None on the others. See `StrategyExtended.reduce_to`. Its
+            # key comes after those of the results for all ranks.
+            x = registry.wrap(PerReplica, x, (registry.count, len(moving) + i))
         results[i] = x
     remaining = iter(results)
     return [
