@@ -25,6 +25,7 @@ from mpidist.data._rows import (
     map_like,
 )
 from mpidist.data._stage import (
+    END,
     INFINITE,
     UNKNOWN,
     Derived,
@@ -36,7 +37,6 @@ from mpidist.data._stage import (
 )
 
 _PADDED: Final = "Dataset.padded_batch"
-_END: Final = object()
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -404,8 +404,8 @@ class Interleave(_Pairs, Derived):
         try:
             for turn in itertools.cycle(range(self.cycle)):
                 if places[turn] is None:
-                    number, element = next(inputs, (0, _END))
-                    if element is not _END:
+                    number, element = next(inputs, (0, END))
+                    if element is not END:
                         stage = apply(self.function, element)
                         tokens = stage.tokens((*in_pass, number))
                         if turn < self.readers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import glob
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Self, TypeAlias
 
@@ -634,10 +633,10 @@ def _as_count(
     method: str, name: str, value: Any, *, least: int, other: int | None = None
 ) -> int:
     """Return an int, given one, or a 0-d array of one; ``other`` may be less."""
-    number = as_int(f"Dataset.{method}", name, value, least=-sys.maxsize)
-    if number == other:
-        return number
-    return as_int(f"Dataset.{method}", name, number, least=least)
+    number = as_int(f"Dataset.{method}", name, value)
+    if number != other:
+        as_int(f"Dataset.{method}", name, number, least=least)
+    return number
 
 
 def _as_tuned(method: str, name: str, value: Any, *, least: int, default: int) -> int:

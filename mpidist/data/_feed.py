@@ -11,18 +11,16 @@ import dataclasses
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank
 from mpidist._base.types import Array, Nest
 from mpidist._merge.commands import Pickler
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data._inputs import Items, state_of
+from mpidist.data._inputs import Items
 from mpidist.data._options import AutoShardPolicy
 from mpidist.data._rows import (
     LazyBlock,
@@ -87,13 +85,11 @@ class Piece:
         rows: rows of the global batch, or of this rank's batch if each rank has its own
             input.
         block: this rank's rows; None if there are none and their spec is unknown.
-        source_state: the state of the input after this element, if it is cheap to get.
         checksum: the checksum of the whole batch, if batches are compared.
     """
 
     rows: int
     block: RowBlock | None
-    source_state: Any = None
     checksum: int = 0
 
 
@@ -143,11 +139,10 @@ class Feed:
     def pieces(self, stream: Iterator[Block]) -> Iterator[Piece]:
         """Yield this rank's parts of elements. May run in a thread; no MPI."""
         for block in stream:
-            state = state_of(stream) if self.stage.again else None
             rows, checksum = block.rows, 0
             if self.policy is None:
                 whole = block.part(0, rows) if isinstance(block, LazyBlock) else block
-                yield Piece(rows, whole, state)
+                yield Piece(rows, whole)
                 continue
             if isinstance(block, RowBlock):
                 rows = count_rows(
@@ -157,7 +152,7 @@ class Feed:
             if self.batch_size is None:
                 self.batch_size = rows
             start, stop = self.split(rows, self.group.replica_id)
-            yield Piece(rows, block.part(start, stop), state, checksum)
+            yield Piece(rows, block.part(start, stop), checksum)
 
     def why_it_ends_with_a_replica(self) -> str:
         """Return why nobody can read this input when a replica has died, or ""."""
@@ -221,47 +216,40 @@ class Feed:
         others = (block for block in found if block is not None)
         self.empty = found[comm.rank] or next(others, None)
 
-    def differing(self, what: str, number: int) -> str:
+    def differing(self, what: str, number: int, checksum: int) -> tuple[str, bool]:
         """Return what each rank has of a batch that differs. Collective.
 
-        ``number`` is the rows of this rank's batch plus one; 0: its input has ended.
+        Args:
+            what: the batch.
+            number: the rows of this rank's batch plus one; 0: its input has ended.
+            checksum: that of the batch, if batches are compared.
+
+        Returns:
+            The text, and whether it is the number of rows that differs.
         """
-        return self._differing(
-            what,
-            number,
-            lambda n: f"{n - 1} rows" if n else "the input has ended",
-            "; for inputs that differ write "
-            "`strategy.distribute_datasets_from_function`",
-        )
-
-    def compare(self, what: str, call: Call, checksum: int) -> None:
-        """Raise, on all ranks, if their global batches differ. Collective.
-
-        ``checksum`` is that of this rank's batch; 0: its input has ended.
-        """
-        asked = Call(f"{call.text} (MPIDIST_DEBUG: the same batch on all ranks?)")
-        if not self.group.guard.agree_on(asked, checksum).same_value:
-            text = self._differing(
-                what,
-                checksum,
-                lambda x: f"checksum {x:x}" if x else "no batch",
-                ". Give every shuffle and every random function of the input the same "
-                "seed on all ranks",
-            )
-            raise ValueError(on_rank(self.group.replica_id, text))
-
-    def _differing(
-        self, what: str, own: int, show: Callable[[int], str], remedy: str
-    ) -> str:
         comm = self.group.communicator
         with comm.traffic:
-            found = comm.all_gather_integers([own])
-        lines = by_value([number for (number,) in found], show)
-        return (
-            f"{what} is not the same on all ranks:\n{lines}\n"
+            found = comm.all_gather_integers([number, checksum])
+        numbers, checksums = map(list, zip(*found, strict=True))
+        by_rows = len(set(numbers)) > 1
+        if by_rows:
+            texts = [f"{n - 1} rows" if n else "the input has ended" for n in numbers]
+            remedy = (
+                "; for inputs that differ write "
+                "`strategy.distribute_datasets_from_function`"
+            )
+        else:
+            texts = [f"checksum {x:x}" for x in checksums]
+            remedy = (
+                ". Give every shuffle and every random function of the input the same "
+                "seed on all ranks"
+            )
+        text = (
+            f"{what} is not the same on all ranks:\n{by_value(texts)}\n"
             "`experimental_distribute_dataset` needs the same global batches on every "
             f"rank, of which each replica gets its part{remedy}"
         )
+        return text, by_rows
 
 
 # --- the description ---------------------------------------------------------------

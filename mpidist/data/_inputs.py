@@ -9,7 +9,7 @@ import base64
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,7 @@ from mpidist._base.types import Nest
 from mpidist.data._dataset import Dataset, stage_of
 from mpidist.data._positions import OutOfRangeError
 from mpidist.data._rows import RowBlock, block_of, protected
-from mpidist.data._stage import INFINITE, UNKNOWN, Block, Stage, too_short
-
-_END: Final = object()
+from mpidist.data._stage import END, INFINITE, UNKNOWN, Block, Stage, too_short
 
 
 class Calls(Iterable[Nest]):
@@ -162,22 +160,22 @@ class _ItemStream(Iterator[RowBlock]):
                 f"{position}; restore a new iterator of a new source"
             )
         while self._position < position:
-            if self._read() is _END:
+            if self._read() is END:
                 raise too_short(position, f"after {self._position}")
 
     def _read(self) -> Nest:
         element: Nest = None
         with shuffle_seeds.reading:
             for _ in range(self._skipped + 1):
-                element = next(self._items, _END)
-        if element is not _END:
+                element = next(self._items, END)
+        if element is not END:
             self._skipped = self._turns - 1
             self._position += 1
         return element
 
     def __next__(self) -> RowBlock:
         element = self._read()
-        if element is _END:
+        if element is END:
             raise StopIteration
         block = block_of(element, self._call)
         if isinstance(self._items, _Numbered):

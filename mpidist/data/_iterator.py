@@ -19,6 +19,7 @@ from typing import Any
 
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
+from mpidist._base.errors import on_rank
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
@@ -46,11 +47,11 @@ class DistributedIterator(PositionedIterator):
         self._feed, self._stage = feed, feed.stage
         self._start(feed.next_iteration(), 0)
 
-    def _start(self, iteration: int, position: int, source_state: Any = None) -> None:
+    def _start(self, iteration: int, position: int) -> None:
         """Go to the position before an element of an iteration."""
         self._iteration = iteration
         self._position = position
-        self._source_state = source_state
+        self._source_state: Any = None  # before an element that was not returned
         self._stream: Iterator[Block] | None = None
         self._pieces: Iterator[Piece] | None = None
         self._waiting = False  # a piece was read but not returned
@@ -130,7 +131,7 @@ class DistributedIterator(PositionedIterator):
     def _own_state(self) -> Any:
         """Return the state of the user's iterator, as JSON; None if it has none."""
         read = self._waiting and self._piece is not None  # but not returned
-        if self._stage.again or self._stream is None or read:
+        if self._stream is None or read:
             return self._source_state
         return state_of(self._stream)
 
@@ -196,7 +197,7 @@ class DistributedIterator(PositionedIterator):
             raise
         feed.batch_size = batch_size
         self._close()
-        self._start(iteration, position, source_state if stage.again else None)
+        self._start(iteration, position)
         self._stream = stream
         self._stage = feed.stage = stage
         feed.iterations = iteration + 1
@@ -232,7 +233,9 @@ class DistributedIterator(PositionedIterator):
         try:
             piece, call, own = self._next_piece(guard)
             number = 0 if piece is None else piece.rows + 1
-            _, _, same, _, most = guard.agree_on(call, number, number)
+            checksum = 0 if piece is None else piece.checksum
+            compared = checksum if feed.checked else number
+            _, _, same, _, most = guard.agree_on(call, compared, number)
         except Exception:
             if guard.reports.failures > failures or feed.group.num_replicas == 1:
                 self._leave_out(guard.reports.calls)
@@ -240,14 +243,15 @@ class DistributedIterator(PositionedIterator):
         if most == 0:
             return False, None
         if feed.policy is not None and not same:
-            self._failure = feed.differing(f"batch {self._position}", number)
-            raise ValueError(f"{name}: {self._failure}")
-        # An element that the next lines refuse is left out, too.
-        batch = f"{name}: batch {self._position}"
+            what = f"batch {self._position}"
+            text, by_rows = feed.differing(what, number, checksum)
+            if by_rows:  # and so would all that follow
+                self._failure = text
+            else:
+                self._count()
+            raise ValueError(on_rank(feed.group.replica_id, f"{name}: {text}"))
+        # An element that is refused in `learn` is left out, too.
         self._count()
-        if feed.checked:
-            own_sum = 0 if piece is None else piece.checksum
-            feed.compare(batch, self._call, own_sum)
         if feed.empty is None:
             feed.learn(own)
         return True, self._wrap(piece)
@@ -284,19 +288,17 @@ class DistributedIterator(PositionedIterator):
     def _count(self) -> None:
         """Go on after the element that was read."""
         self._position += 1
-        if self._waiting and self._piece is not None:
-            self._source_state = self._piece.source_state
+        if self._piece is not None:
             self._waiting, self._piece = False, None
 
     def _wrap(self, piece: Piece | None) -> Nest:
         feed = self._feed
         block = None if piece is None else piece.block
-        if block is not None:
-            feed.seen(block)
-        elif feed.empty is not None:
+        if block is None:
             block = feed.empty
+            assert block is not None  # some rank has rows, and has told the others
         else:
-            raise RuntimeError("no rank knows what the elements are like")
+            feed.seen(block)
         placed = block.structure.unflatten(map(feed.place, block.leaves))
         return feed.group.registry.wrap_tree(PerReplica, placed)
 
@@ -327,6 +329,8 @@ class DistributedIterator(PositionedIterator):
             self._pieces = self._feed.pieces(self._stream)
             if self._stage.depth:
                 self._pieces = read_ahead(self._pieces, self._stage.depth)
+        if self._stage.again:
+            self._source_state = state_of(self._stream)
         return next(self._pieces, None)
 
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:

@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import enum
 import types
-from typing import Any, Final, Self
+from dataclasses import field
+from typing import Any, Final
 
 from mpidist._base.expect import expect
 from mpidist._base.types import DType
@@ -199,21 +200,6 @@ class IgnoredOptions(types.SimpleNamespace):
             raise AttributeError(name)
         return None
 
-    def _merge(self, options: Self) -> Self:
-        merged = copy.deepcopy(self)
-        for name, value in vars(options).items():
-            own = getattr(merged, name)
-            if isinstance(own, IgnoredOptions) and isinstance(value, IgnoredOptions):
-                setattr(merged, name, own._merge(value))
-            elif isinstance(own, DistributeOptions):
-                given = dataclasses.asdict(value).items()
-                default = dataclasses.asdict(DistributeOptions())
-                changed = {key: x for key, x in given if x != default[key]}
-                setattr(merged, name, dataclasses.replace(own, **changed))
-            elif value is not None:
-                setattr(merged, name, copy.deepcopy(value))
-        return merged
-
 
 class ThreadingOptions(IgnoredOptions):
     """Threads of TensorFlow's runtime."""
@@ -227,25 +213,8 @@ class OptimizationOptions(IgnoredOptions):
     """Rewriting of TensorFlow's graphs."""
 
 
-_NAMES: Final = {
-    "experimental_distribute",
-    "deterministic",
-    "threading",
-    "autotune",
-    "experimental_optimization",
-    "experimental_service",
-    "experimental_threading",
-    "experimental_deterministic",
-    "experimental_external_state_policy",
-    "experimental_slack",
-    "experimental_symbolic_checkpoint",
-    "experimental_warm_start",
-    "dataset_name",
-    "framework_type",
-}
-
-
-class Options(IgnoredOptions):
+@dataclasses.dataclass
+class Options:
     """Options for `Dataset.with_options`.
 
     One has an effect: ``experimental_distribute.auto_shard_policy``. The others steer
@@ -253,18 +222,27 @@ class Options(IgnoredOptions):
     same, also with ``deterministic=False``.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.experimental_distribute: DistributeOptions = DistributeOptions()
-        self.threading: ThreadingOptions = ThreadingOptions()
-        self.autotune: AutotuneOptions = AutotuneOptions()
-        self.experimental_optimization: OptimizationOptions = OptimizationOptions()
-        self.experimental_service: IgnoredOptions = IgnoredOptions()
-        self.experimental_threading: ThreadingOptions = ThreadingOptions()
-        for name, value in options.items():
-            setattr(self, name, value)
+    experimental_distribute: DistributeOptions = field(
+        default_factory=DistributeOptions
+    )
+    deterministic: bool | None = None
+    threading: ThreadingOptions = field(default_factory=ThreadingOptions)
+    autotune: AutotuneOptions = field(default_factory=AutotuneOptions)
+    experimental_optimization: OptimizationOptions = field(
+        default_factory=OptimizationOptions
+    )
+    experimental_service: IgnoredOptions = field(default_factory=IgnoredOptions)
+    experimental_threading: ThreadingOptions = field(default_factory=ThreadingOptions)
+    experimental_deterministic: Any = None
+    experimental_external_state_policy: Any = None
+    experimental_slack: Any = None
+    experimental_symbolic_checkpoint: Any = None
+    experimental_warm_start: Any = None
+    dataset_name: Any = None
+    framework_type: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _NAMES:  # such as a policy that would be without effect
+        if name not in Options.__dataclass_fields__:  # a policy without effect
             raise AttributeError(
                 f"Options has no option {name!r}; a policy of sharding is in "
                 "`options.experimental_distribute.auto_shard_policy`"
@@ -273,4 +251,17 @@ class Options(IgnoredOptions):
 
     def merge(self, options: Options) -> Options:
         """Return new options: those of ``options``, and these where it has none."""
-        return self._merge(options)
+        merged = copy.deepcopy(self)
+        _set_given(merged, options)
+        return merged
+
+
+def _set_given(target: Any, options: Any) -> None:
+    """Set those of some options that are not the default."""
+    slots = isinstance(options, DistributeOptions)
+    for name in options.__slots__ if slots else vars(options):
+        own, value = getattr(target, name), getattr(options, name)
+        if isinstance(value, (IgnoredOptions, DistributeOptions)) and own is not None:
+            _set_given(own, value)
+        elif value not in (None, AutoShardPolicy.AUTO):
+            setattr(target, name, copy.deepcopy(value))

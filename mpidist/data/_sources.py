@@ -21,6 +21,7 @@ from mpidist.data._rows import (
     map_like,
 )
 from mpidist.data._stage import (
+    END,
     INFINITE,
     UNKNOWN,
     Pass,
@@ -130,7 +131,6 @@ class Range(Stage):
 
 
 _GENERATOR: Final = "Dataset.from_generator"
-_END: Final = object()
 
 
 def _as_declared(spec: ArraySpec, x: Nest) -> HostArray:
@@ -190,8 +190,8 @@ class Generated(Stage):
             elements = iter(made)
             while True:
                 with shuffle_seeds.reading:
-                    element = next(elements, _END)
-                if element is _END:
+                    element = next(elements, END)
+                if element is END:
                     return
                 # A copy, as in tf.data: generators may fill one buffer again and again.
                 yield nest.map_structure(_copied, self._converted(element))

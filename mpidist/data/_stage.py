@@ -43,7 +43,8 @@ from mpidist.data._rows import LazyBlock, RowBlock, batch_spec, block_of, stack
 INFINITE: Final = sys.maxsize
 UNKNOWN: Final = UNKNOWN_CARDINALITY
 _TOKENS_AT_ONCE: Final = 64
-_END: Final = object()
+END: Final = object()
+"""What `next` returns at the end."""
 Pass: TypeAlias = tuple[int, ...]
 Token: TypeAlias = Any
 """The name of an element; only its stage knows what it is."""
@@ -173,7 +174,7 @@ class Stage:
         # Up to the position, so that what fails there fails here, on all ranks.
         skipped = 1 if position and not self.indexed else 0
         tokens = self.tokens((iteration,), position - skipped)
-        if skipped and next(tokens, _END) is _END:
+        if skipped and next(tokens, END) is END:
             raise too_short(position, "before")
         return self.opened(tokens)
 

@@ -287,9 +287,7 @@ class Filter(Derived):
     def _accepts(self, element: Nest) -> bool:
         answer: Any = apply(self.predicate, element)
         shape = getattr(answer, "shape", None)
-        if isinstance(answer, (bool, np.bool_)) or (
-            shape == () and answer.dtype == bool
-        ):
+        if isinstance(answer, bool) or (shape == () and answer.dtype == bool):
             return bool(answer)
         got = f"{answer!r:.60} of type {type(answer).__name__}"
         raise TypeError(

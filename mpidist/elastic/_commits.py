@@ -16,10 +16,9 @@ replicas that are left, and a spare goes on with those of the one that it replac
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
-from collections.abc import Collection, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Collection, Sequence
 
 from mpidist._base import backend
 from mpidist._base.errors import (
@@ -78,38 +77,29 @@ def take(
     old = {} if reused is None else reused.arrays
     objects = [item for item in items if isinstance(item, StateItem)]
 
+    variables = [item for item in items if isinstance(item, VariableItem)]
+    on_read = [item for item in variables if item.on_read]
+
     def prepare() -> tuple[dict[str, Packed], dict[str, HostArray]]:
         packed = {item.name: item.pack("State.commit") for item in objects}
-        return packed, _copy(items, old)
+        return packed, {
+            x.name: own_copy(x.variable.value(), old.get(x.name))
+            for x in variables
+            if not x.on_read
+        }
 
     packed, arrays = call.attempt(prepare)
     states, tensors = exchange.exchange(call, objects, packed, {})
     _check_differing(call, objects, states, plain)
 
     def rest() -> dict[str, HostArray]:
-        read = {
-            x.name: _read(x) for x in items if isinstance(x, VariableItem) and x.on_read
-        }
+        read = {x.name: backend.to_host(x.variable.read_value()) for x in on_read}
         return read | {name: own_copy(x, old.get(name)) for name, x in tensors.items()}
 
-    if tensors or any(isinstance(x, VariableItem) and x.on_read for x in items):
+    if tensors or on_read:
         # In a section: a replica without memory for it tells the others.
         arrays |= call.together(rest)
     return Commit(number, call.rank, call.size, arrays, states)
-
-
-def _copy(items: Sequence[Item], old: Mapping[str, HostArray]) -> dict[str, HostArray]:
-    """Return copies of the mirrored variables, in arrays that may be overwritten."""
-    arrays: dict[str, HostArray] = {}
-    for item in items:
-        if isinstance(item, VariableItem) and not item.on_read:
-            arrays[item.name] = own_copy(item.variable.value(), old.get(item.name))
-    return arrays
-
-
-def _read(item: VariableItem) -> HostArray:
-    """Return the value of an ON_READ variable, in a new array. Collective."""
-    return np.asarray(backend.to_host(item.variable.read_value()))
 
 
 def _check_differing(
@@ -197,15 +187,10 @@ def put(
         saved[name] = [values[place] for place in places] if several else values
 
     def copy() -> dict[str, HostArray]:
-        copies = {name: commit.arrays[name].copy() for name in _named(saved)}
-        return commit.arrays | copies
+        names = state_json.array_names(itertools.chain(*saved.values()))
+        return commit.arrays | {name: commit.arrays[name].copy() for name in names}
 
     restoring.put(call, by_name, saved, call.together(copy, scope=False))
     for item in items:  # of the step that was lost; a spare has none
         if isinstance(item, StateItem) and item.forget is not None:
             item.forget()
-
-
-def _named(saved: Values) -> set[str]:
-    """Return the names of the arrays that states have."""
-    return {*state_json.array_names(x for values in saved.values() for x in values)}

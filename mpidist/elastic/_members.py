@@ -175,31 +175,13 @@ class Round:
             survival.agree(self.replicas, 0, self._wait)
 
     def _wait(self, request: MpiRequest) -> None:
-        """Wait for an agreement.
-
-        Raises:
-            RuntimeError: if a replica has left the run: it will not take part.
-            CollectiveTimeoutError: at the deadline.
-        """
-
-        def look(waited: float) -> None:
-            self.check_all_stay()
-            if self.timeout and waited > self.timeout:
-                raise CollectiveTimeoutError(
-                    "elastic.run: some replica lives, but has not taken part in a vote "
-                    f"of the replicas for {self.timeout:.3g} s: it is stopped, or hangs"
-                )
-
-        poll(request, look)
-
-    def check_all_stay(self) -> None:
-        """Raise if a replica has left the run. Not collective."""
-        if self.stop.Is_revoked():
-            raise RuntimeError(
-                "elastic.run: another replica has left it with an exception of its "
-                "own, so this one cannot go on; let all of them leave, and start "
-                "the job again"
-            )
+        _wait(
+            request,
+            self.stop,
+            self.timeout,
+            "some replica lives, but has not taken part in a vote of the replicas for "
+            "{} s: it is stopped, or hangs",
+        )
 
     def leave(self) -> None:
         """Tell the others that this replica leaves, and raises. Not collective."""
@@ -270,26 +252,22 @@ def meet(before: Round | None, member: Member, timeout: float = 0.0) -> Round:
         CollectiveTimeoutError: if not all of them have come.
         RuntimeError: if one of them has left the run.
     """
+    if before is None:
+        comm, stop = library.mpi_module().COMM_WORLD, None
+    else:
+        comm, stop = before.all, before.stop
+        comm.Revoke()
 
     def wait(request: MpiRequest) -> None:
-        poll(request, look)
+        _wait(
+            request,
+            stop,
+            timeout,
+            "not all living ranks of the job made this call within {} s; make it on "
+            "every rank",
+        )
 
-    def look(waited: float) -> None:
-        if before is not None:
-            before.check_all_stay()
-        if timeout and waited > timeout:
-            raise CollectiveTimeoutError(
-                "elastic.run: not all living ranks of the job made this call within "
-                f"{timeout:.3g} s; make it on every rank"
-            )
-
-    if before is None:
-        comm = library.mpi_module().COMM_WORLD
-    else:
-        comm = before.all
-        comm.Revoke()
     survival.agree(comm, 1, wait)  # shrinking would wait for all, and forever
-    stop = None if before is None else before.stop
     while True:
         comm = comm.Shrink()
         found: Round | Exception | None = None
@@ -332,6 +310,34 @@ def _begin(
         replicas = comm.Split(0 if mine >= 0 else undefined, max(mine, 0))
     stop = comm.Dup() if stop is None else stop
     return Round(comm, stop, replicas if mine >= 0 else None, placement, timeout)
+
+
+def _wait(request: MpiRequest, stop: MpiComm | None, timeout: float, why: str) -> None:
+    """Wait for an agreement.
+
+    Args:
+        request: that of the agreement.
+        stop: revoked by a replica that leaves; None in the first round.
+        timeout: seconds to wait for the others; 0: forever.
+        why: what the error at the deadline says, with their number.
+
+    Raises:
+        RuntimeError: if a replica has left the run: it will not take part.
+        CollectiveTimeoutError: at the deadline.
+    """
+
+    def look(waited: float) -> None:
+        if stop is not None and stop.Is_revoked():
+            raise RuntimeError(
+                "elastic.run: another replica has left it with an exception of its "
+                "own, so this one cannot go on; let all of them leave, and start "
+                "the job again"
+            )
+        if timeout and waited > timeout:
+            seconds = f"{timeout:.3g}"
+            raise CollectiveTimeoutError(f"elastic.run: {why.format(seconds)}")
+
+    poll(request, look)
 
 
 def _exchange(comm: MpiComm, numbers: list[int]) -> list[list[int]]:

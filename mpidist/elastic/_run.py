@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import reporting, shuffle_seeds, threads
 from mpidist._base.environment import Environment, read_environment
-from mpidist._base.errors import ReplicaLostError, format_ranks
+from mpidist._base.errors import ReplicaLostError, chain, format_ranks
 from mpidist._base.expect import as_int, expect
 from mpidist._mpi import library, survival
 from mpidist._strategy.mpi_strategy import MPIStrategy
@@ -137,7 +138,7 @@ def _run_once(
             f"elastic.run: expected at least min_replicas={min_replicas} ranks, got "
             f"{size}; start more"
         )
-    if size > 1 and threads.current() is None and strategy.replica_id == 0:
+    if size > 1 and alone and strategy.replica_id == 0:
         _say_that_it_ends()
     # The commit is that of an earlier run, if there is one. None can be lost.
     everybody = list(range(size))
@@ -182,26 +183,21 @@ def _call(train: Callable[[Any, State], _R], strategy: MPIStrategy, state: State
     )
 
 
+@dataclasses.dataclass
 class _Survivor:
     """This process, in a run that goes on when others die."""
 
-    def __init__(
-        self,
-        storage: StateStorage,
-        min_replicas: int,
-        spares: int,
-        make_strategy: _MakeStrategy,
-    ) -> None:
-        self._storage = storage
-        self._min_replicas = min_replicas
-        self._make_strategy = make_strategy
-        self._wanted = library.world_size() - spares
-        self._settings = min_replicas * (1 << 31) + spares
-        self._role = Role.STARTING
-        self._round: Round | None = None
-        self._strategy: weakref.ref[MPIStrategy] | None = None
-        self._first = 0  # the commit with which the last round began
-        self._idle = 0  # rounds without a death, and without another commit
+    _storage: StateStorage
+    _min_replicas: int
+    _spares: int
+    _make_strategy: _MakeStrategy
+    _role: Role = Role.STARTING
+    _round: Round | None = None
+    _strategy: weakref.ref[MPIStrategy] | None = None
+    _first: int = 0  # the commit with which the last round began
+    _idle: int = 0  # rounds without a death, and without another commit
+
+    def __post_init__(self) -> None:
         self._shuffles = list(shuffle_seeds.position())
 
     def run(self, train: Callable[[Any, State], _R], state: State) -> _R | None:
@@ -247,9 +243,13 @@ class _Survivor:
 
     def _meet(self, problem: str) -> Round:
         """Begin the next round, with all processes that live."""
-        storage, before, wanted = self._storage, self._round, self._wanted
+        storage, before = self._storage, self._round
         member = Member(
-            self._role, storage.number, storage.claim, wanted, self._settings
+            self._role,
+            storage.number,
+            storage.claim,
+            wanted=library.world_size() - self._spares,
+            settings=self._min_replicas * (1 << 31) + self._spares,
         )
         try:
             current = _members.meet(before, member, _timeout())
@@ -348,13 +348,9 @@ def _is_loss(error: BaseException, current: Round) -> bool:
     """Return whether an error is due to the death of a replica."""
     if not isinstance(error, Exception):
         return False  # the program ends
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
+    for cause in chain(error):
         if isinstance(cause, ReplicaLostError) or current.is_behind(cause):
             return True
-        seen.add(id(cause))
-        cause = cause.__cause__ or cause.__context__
     # A program may raise an error of its own in place of ours.
     return current.has_lost()
 

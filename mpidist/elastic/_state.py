@@ -199,6 +199,7 @@ class StateStorage:
         _epochs.stay_open(self.made)  # of a loop that ``train`` has returned from
         self.commit("elastic.run, after `train` has returned", last=True)
 
+    @interruptions.tells("State.commit")
     def commit(self, name: str, *, last: bool = False) -> None:
         """Make a commit, and a checkpoint if it is time for one. Collective.
 
@@ -209,24 +210,17 @@ class StateStorage:
         Raises:
             ReplicaLostError: if a replica has died; nothing was committed then.
         """
-        try:
-            if self._group is None or self._vote is None:
-                raise RuntimeError(
-                    f"{name}: the state is not in use; call it in the function that "
-                    "`mpidist.elastic.run(train, state)` calls"
-                )
-            self._commit(CollectiveCall(self._group, name), self._vote, last)
-        except BaseException as error:
-            if self._group is not None:
-                interruptions.left(self._group, name, error)
-            raise
-
-    def _commit(self, call: CollectiveCall, vote: _Vote, last: bool) -> None:
+        if self._group is None or self._vote is None:
+            raise RuntimeError(
+                f"{name}: the state is not in use; call it in the function that "
+                "`mpidist.elastic.run(train, state)` calls"
+            )
+        call = CollectiveCall(self._group, name)
         number = 1 + (0 if self.newest is None else self.newest.number)
         reused, self.previous = self.previous, None
         made = _commits.take(call, self._items, number, self.values.keys(), reused)
         # Nothing is applied before this: it ends on all replicas in the same way.
-        if not vote():
+        if not self._vote():
             why = f"{call.name}: a replica has died; nothing is committed"
             raise ReplicaLostError(on_rank(call.rank, why), (), call.name)
         self.newest, self.previous = made, self.newest
