@@ -1,26 +1,22 @@
 """What ``tf.distribute`` keeps in its ``experimental`` module."""
 
 from mpidist._agreement.begun import CollectiveHandle as CollectiveHandle
-from mpidist._base.options import CollectiveHints as CollectiveHints
 from mpidist._base.options import (
+    CollectiveHints as CollectiveHints,
     CommunicationImplementation as CommunicationImplementation,
+    CommunicationOptions as CommunicationOptions,
 )
-from mpidist._base.options import CommunicationOptions as CommunicationOptions
 from mpidist._checkpoints import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+    TerminationConfig as TerminationConfig,
 )
-from mpidist._checkpoints import TerminationConfig as TerminationConfig
 from mpidist._strategy.contexts import ValueContext as ValueContext
 from mpidist._strategy.tensorflow_names import (
     CentralStorageStrategy as CentralStorageStrategy,
-)
-from mpidist._strategy.tensorflow_names import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from mpidist._strategy.tensorflow_names import (
     ParameterServerStrategy as ParameterServerStrategy,
+    TPUStrategy as TPUStrategy,
 )
-from mpidist._strategy.tensorflow_names import TPUStrategy as TPUStrategy
 
 # The older name.
 CollectiveCommunication = CommunicationImplementation

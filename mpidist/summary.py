@@ -16,10 +16,8 @@ import time as _time
 import weakref as _weakref
 from collections import abc as _abc
 
-from mpidist._base import backend as _backend
-from mpidist._base import threads as _threads
-from mpidist._base.expect import as_int as _as_int
-from mpidist._base.expect import expect as _expect
+from mpidist._base import backend as _backend, threads as _threads
+from mpidist._base.expect import as_int as _as_int, expect as _expect
 from mpidist._runtime import context as _context
 from mpidist._values.distributed import is_per_replica as _is_per_replica
 from mpidist.cluster import this_process as _this_process

@@ -31,8 +31,7 @@ from replicas import HAS_CORE, everywhere, wait_asleep
 
 import mpidist
 from mpidist._base import threads
-from mpidist._collectives import node as node_module
-from mpidist._collectives import nodes as nodes_module
+from mpidist._collectives import node as node_module, nodes as nodes_module
 from mpidist._strategy.strategy import group_of
 from mpidist.testing import each_replica
 

@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from mpidist._cli.main import main as main
-from mpidist._cli.main import run as run
+from mpidist._cli.main import main as main, run as run

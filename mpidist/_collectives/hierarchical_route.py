@@ -33,8 +33,10 @@ from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._collectives import nodes
 from mpidist._collectives.between_route import has_same_bits
-from mpidist._collectives.compression import LEAST_BYTES as LEAST_COMPRESSED_BYTES
-from mpidist._collectives.compression import Compression
+from mpidist._collectives.compression import (
+    LEAST_BYTES as LEAST_COMPRESSED_BYTES,
+    Compression,
+)
 from mpidist._collectives.core_routes import reduce_on_node, takes
 from mpidist._collectives.nodes import Nodes
 from mpidist._collectives.plan import PreparedPlan, Results, Signature

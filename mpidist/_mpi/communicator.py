@@ -33,8 +33,11 @@ from mpidist._base import machine
 from mpidist._base.environment import AllReduceChoice
 from mpidist._base.reduce_op import MPIOp
 from mpidist._mpi import between, collective_release, survival, versions
-from mpidist._mpi.any_communicator import MESSAGE_BYTES, Request
-from mpidist._mpi.any_communicator import AnyCommunicator as AnyCommunicator
+from mpidist._mpi.any_communicator import (
+    MESSAGE_BYTES,
+    AnyCommunicator as AnyCommunicator,
+    Request,
+)
 from mpidist._mpi.buffers import Buffer, BufferCollectives, Transfer, Waiter, split
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module

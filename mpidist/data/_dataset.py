@@ -17,8 +17,7 @@ from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data import _combinations as several
-from mpidist.data import _stages as stages
+from mpidist.data import _combinations as several, _stages as stages
 from mpidist.data._ahead import AUTOTUNE, default_workers
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
 from mpidist.data._positions import DatasetIterator

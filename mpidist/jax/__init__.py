@@ -10,8 +10,10 @@ one array: `jax.grad`, `jax.jit` and `jax.tree` take them as copies of their arr
 
 from mpidist._base.remedies import publish as _publish
 from mpidist.jax import _pytrees as _pytrees
-from mpidist.jax._collectives import all_reduce as all_reduce
-from mpidist.jax._collectives import broadcast as broadcast
-from mpidist.jax._collectives import value_and_grad as value_and_grad
+from mpidist.jax._collectives import (
+    all_reduce as all_reduce,
+    broadcast as broadcast,
+    value_and_grad as value_and_grad,
+)
 
 _publish(__name__)

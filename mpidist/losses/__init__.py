@@ -10,23 +10,21 @@ keras/src/backend/tensorflow/nn.py): losses are means over the last axis, and
 probabilities are kept between 1e-7 and 1 - 1e-7.
 """
 
-from mpidist.losses._classes import BinaryCrossentropy as BinaryCrossentropy
-from mpidist.losses._classes import CategoricalCrossentropy as CategoricalCrossentropy
-from mpidist.losses._classes import Huber as Huber
-from mpidist.losses._classes import Loss as Loss
-from mpidist.losses._classes import MeanAbsoluteError as MeanAbsoluteError
-from mpidist.losses._classes import MeanSquaredError as MeanSquaredError
-from mpidist.losses._classes import Reduction as Reduction
 from mpidist.losses._classes import (
+    BinaryCrossentropy as BinaryCrossentropy,
+    CategoricalCrossentropy as CategoricalCrossentropy,
+    Huber as Huber,
+    Loss as Loss,
+    MeanAbsoluteError as MeanAbsoluteError,
+    MeanSquaredError as MeanSquaredError,
+    Reduction as Reduction,
     SparseCategoricalCrossentropy as SparseCategoricalCrossentropy,
 )
-from mpidist.losses._functions import binary_crossentropy as binary_crossentropy
 from mpidist.losses._functions import (
+    binary_crossentropy as binary_crossentropy,
     categorical_crossentropy as categorical_crossentropy,
-)
-from mpidist.losses._functions import huber as huber
-from mpidist.losses._functions import mean_absolute_error as mean_absolute_error
-from mpidist.losses._functions import mean_squared_error as mean_squared_error
-from mpidist.losses._functions import (
+    huber as huber,
+    mean_absolute_error as mean_absolute_error,
+    mean_squared_error as mean_squared_error,
     sparse_categorical_crossentropy as sparse_categorical_crossentropy,
 )

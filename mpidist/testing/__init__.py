@@ -7,6 +7,8 @@ replicas (see the guide, "Testing").
 
 from mpidist.testing._fixtures import each_replica as each_replica
 from mpidist.testing._group import ThreadGroup as ThreadGroup
-from mpidist.testing._run import ReplicaStopped as ReplicaStopped
-from mpidist.testing._run import current_group as current_group
-from mpidist.testing._run import run as run
+from mpidist.testing._run import (
+    ReplicaStopped as ReplicaStopped,
+    current_group as current_group,
+    run as run,
+)

@@ -5,8 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import mpidist
 from mpidist._base import nest

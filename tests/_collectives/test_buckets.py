@@ -1,8 +1,7 @@
 """Which leaves are fused."""
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import mpidist
 from mpidist._collectives import dtype_table

@@ -17,10 +17,12 @@ from replicas import all_reduce, context, local, needs_core, no_room, raises_eve
 
 import mpidist
 from mpidist._base.gpus import Device
-from mpidist._collectives import devices
-from mpidist._collectives import nccl as _nccl
-from mpidist._collectives import node as node_module
-from mpidist._collectives import staged as staged_module
+from mpidist._collectives import (
+    devices,
+    nccl as _nccl,
+    node as node_module,
+    staged as staged_module,
+)
 from mpidist._collectives.devices import Finding, decide
 from mpidist._collectives.staged import StagedTransport
 from mpidist._strategy.strategy import group_of

@@ -17,9 +17,9 @@ from replicas import all_reduce, context, everywhere, local, no_room
 import mpidist
 from mpidist._collectives import (
     core_routes,
+    node as node_module,
+    nodes as nodes_module,
 )
-from mpidist._collectives import node as node_module
-from mpidist._collectives import nodes as nodes_module
 from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]

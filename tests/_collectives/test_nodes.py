@@ -25,8 +25,7 @@ from replicas import (
 
 import mpidist
 from mpidist import _native
-from mpidist._collectives import hierarchical_route
-from mpidist._collectives import nodes as engine_nodes
+from mpidist._collectives import hierarchical_route, nodes as engine_nodes
 from mpidist._mpi import between, buffers
 from mpidist._mpi.buffers import Transfer
 from mpidist._mpi.way import NEVER, Way

@@ -13,8 +13,7 @@ from replicas import all_reduce, everywhere, needs_core
 
 import mpidist
 from mpidist._base import nest
-from mpidist._collectives import core_routes
-from mpidist._collectives import node as node_module
+from mpidist._collectives import core_routes, node as node_module
 from mpidist._strategy.strategy import group_of
 from mpidist.experimental import CommunicationOptions
 

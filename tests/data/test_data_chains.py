@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mpidist.data import UNKNOWN_CARDINALITY, Dataset
 from mpidist.data._dataset import stage_of

@@ -12,8 +12,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_data_methods import Pair, lists, map_threads, wait_for_no_thread
 
 import mpidist
