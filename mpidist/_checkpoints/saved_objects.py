@@ -37,12 +37,6 @@ from mpidist._checkpoints.collective_call import (
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
 from mpidist._checkpoints.state_json import Packed, Stored, own_copy
-from mpidist._checkpoints.storage import (
-    CheckpointReader,
-    FileFormat,
-    manifest_of,
-    read_arrays,
-)
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -84,7 +78,7 @@ class SavedObjects:
     def save(
         self,
         path: object,
-        file_format: FileFormat,
+        file_format: storage.FileFormat,
         name: str,
         *,
         wait: bool = True,
@@ -171,8 +165,8 @@ class SavedObjects:
         def read() -> _Found | None:
             if source is None:
                 return None
-            reader = CheckpointReader(source)
-            manifest = manifest_of(reader)
+            reader = storage.CheckpointReader(source)
+            manifest = storage.manifest_of(reader)
             found = restoring.fit(call, items, reader, bool(partial))
             states, needed = {}, []
             for item in found:
@@ -183,7 +177,7 @@ class SavedObjects:
                 else:
                     needed += item.arrays(manifest.arrays)
             needed += manifest.of_states(states)
-            arrays.update(read_arrays(reader, needed))
+            arrays.update(storage.read_arrays(reader, needed))
             kinds = {array: (x.dtype, x.shape) for array, x in arrays.items()}
             # A checkpoint of one replica does not show whether its generators should be
             # the same on all: whether they are now determines it.

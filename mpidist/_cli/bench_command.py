@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,8 +18,8 @@ import numpy as np
 import mpidist
 from mpidist import ReplicaContext
 from mpidist._base.types import HostArray
+from mpidist._cli import facts
 from mpidist._cli.bench_timing import Bench, Row, parse_size, show_seconds, show_size
-from mpidist._cli.facts import machine_facts, software_facts, transport_facts
 from mpidist._cli.job import Job
 from mpidist._cli.speaking import Parser, UsageError, positive_seconds, say
 
@@ -306,9 +305,9 @@ def _write(job: Job, path: str | None, text: str, mode: str) -> None:
 
 def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
     """Run cases one after the other; return what is written to a file. Collective."""
-    facts = _facts(run)
+    record = _facts(run)
     say(
-        f"{header(facts)}\nthe first MPIStrategy: {show_seconds(run.first_seconds)}, "
+        f"{header(record)}\nthe first MPIStrategy: {show_seconds(run.first_seconds)}, "
         f"{run.first_files} more open files per rank\n"
     )
     say(_line("work", "bytes", "raw", "mpidist", "ratio"))
@@ -323,7 +322,7 @@ def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
     say("\n" + "\n".join(notes + run.notes))
     rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in run.rows]
     head = {"format": FORMAT, "version": VERSION, "unit": "seconds"}
-    return {**head, **facts, "notes": run.notes, "rows": rows}
+    return {**head, **record, "notes": run.notes, "rows": rows}
 
 
 def _facts(run: Bench) -> dict[str, Any]:
@@ -343,29 +342,27 @@ def _facts(run: Bench) -> dict[str, Any]:
         "nodes": run.nodes,
         "simulated": run.nodes > len(job.nodes),
         "crowded": run.crowded,
-        "machine": machine_facts(),
-        "software": software_facts(job.mpi),
-        "transports": transport_facts(run.strategy),
-        "environment": {
-            k: v for k, v in sorted(os.environ.items()) if k.startswith("MPIDIST_")
-        },
+        "machine": facts.machine_facts(),
+        "software": facts.software_facts(job.mpi),
+        "transports": facts.transport_facts(run.strategy),
+        "environment": facts.environment_facts(),
         "strategy": {"seconds": run.first_seconds, "files": run.first_files},
     }
 
 
-def header(facts: Mapping[str, Any]) -> str:
+def header(record: Mapping[str, Any]) -> str:
     """Return some lines about where and with what a record was made."""
-    machine, software = facts["machine"], facts["software"]
-    kind = "simulated nodes" if facts["simulated"] else "nodes"
-    nodes = "" if facts["nodes"] == 1 else f" on {facts['nodes']} {kind}"
-    ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] != 1)}{nodes}"
+    machine, software = record["machine"], record["software"]
+    kind = "simulated nodes" if record["simulated"] else "nodes"
+    nodes = "" if record["nodes"] == 1 else f" on {record['nodes']} {kind}"
+    ranks = f"{record['ranks']} rank{'s' * (record['ranks'] != 1)}{nodes}"
     return (
-        f"mpidist {software['mpidist']}: {ranks}; {facts['date']}\n"
+        f"mpidist {software['mpidist']}: {ranks}; {record['date']}\n"
         f"{software['mpi']}, mpi4py {software['mpi4py']}, NumPy {software['numpy']}, "
         f"Python {software['python']}\n"
-        f"{machine['cores']} cores per {'machine' if facts['simulated'] else 'node'}, "
+        f"{machine['cores']} cores per {'machine' if record['simulated'] else 'node'}, "
         f"{machine['processor']}\n"
-        f"host arrays: {facts['transports']['host']['text']}"
+        f"host arrays: {record['transports']['host']['text']}"
     )
 
 

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -19,14 +18,7 @@ import numpy as np
 import mpidist
 from mpidist import _native
 from mpidist._base.types import HostArray, Nest
-from mpidist._cli import system_checks
-from mpidist._cli.facts import (
-    core_facts,
-    describe_stranger,
-    gpu_facts,
-    software_facts,
-    transport_facts,
-)
+from mpidist._cli import facts, system_checks
 from mpidist._cli.job import FAILED, OK, CheckFailedError, Job, Note, attempt
 from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
 from mpidist._mpi import versions
@@ -48,7 +40,6 @@ cluster before the first real job:
 Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check
 waits longer than --timeout.
 """
-_OF_ONE_RANK: Final = ("MPIDIST_TRACE",)  # may differ between ranks
 _T = TypeVar("_T")
 _EXPORT: Final = (
     "export it to all ranks (Open MPI: mpirun -x KEY; MPICH: mpirun -genv KEY ...)"
@@ -83,7 +74,7 @@ class _Job(Job):
 
 def _ranks(job: _Job) -> str:
     """Check that the ranks find each other."""
-    alone = describe_stranger(job.size)
+    alone = facts.describe_stranger(job.size)
     if alone:
         wrong, _, advice = alone.partition(" is alone: ")
         raise CheckFailedError(f"{wrong} is alone", advice)
@@ -98,35 +89,26 @@ def _ranks(job: _Job) -> str:
 def _versions(job: _Job) -> str | Note:
     """Check that all ranks have the same software, and round alike."""
     states = job.comm.allgather(versions.floating_point_state())
-    facts = {**software_facts(job.mpi), **versions.describe()}
-    _compare(job, facts, "unknown", versions.ADVICE)
+    mine = {**facts.software_facts(job.mpi), **versions.describe()}
+    _compare(job, mine, versions.ADVICE)
     floats = versions.floats_that_differ(states)
     if floats:
         return Note(floats, "import the same libraries on all ranks")
-    return f"{facts['mpi']}, mpi4py {facts['mpi4py']}, NumPy {facts['numpy']}"
+    return f"{mine['mpi']}, mpi4py {mine['mpi4py']}, NumPy {mine['numpy']}"
 
 
 def _settings(job: _Job) -> str:
     """Check that all ranks have the same environment variables."""
-    mine = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith("MPIDIST_") and name not in _OF_ONE_RANK
-    }
-    _compare(job, mine, "not set", _EXPORT)
+    mine = facts.environment_facts()
+    mine.pop("MPIDIST_TRACE", None)  # which some ranks alone may have
+    _compare(job, mine, _EXPORT)
     return ", ".join(f"{k}={v}" for k, v in mine.items()) or "none set"
 
 
-def _compare(job: Job, mine: dict[str, str], none: str, advice: str) -> None:
+def _compare(job: Job, mine: dict[str, str], advice: str) -> None:
     """Raise for the first fact that is not that of rank 0. Collective."""
-    first = job.from_root(mine)
-    for key in dict.fromkeys([*mine, *first]):
-        here, there = mine.get(key, none), first.get(key, none)
-        if here != there:
-            raise CheckFailedError(
-                f"{key} is {here} here, and {there} on rank 0",
-                advice.replace("KEY", key),
-            )
+    for key, wrong in facts.differences(mine, job.from_root(mine), "here").items():
+        raise CheckFailedError(wrong, advice.replace("KEY", key))
 
 
 def _strategy(job: _Job) -> str:
@@ -136,7 +118,7 @@ def _strategy(job: _Job) -> str:
             timeout_seconds=job.timeout
         )
     )
-    host = transport_facts(job.made)["host"]["text"]
+    host = facts.transport_facts(job.made)["host"]["text"]
     where = job.made.extended.worker_devices[0].partition("device:")[2]
     return f"arrays on {where}, host arrays: {host}"
 
@@ -189,7 +171,7 @@ def _merge_call(job: _Job) -> str:
     ) -> int:
         calls.append(1)
         total = strategy.extended.reduce_to("SUM", gradient, w)
-        strategy.extended.update(w, _assign, args=(total,))
+        strategy.extended.update(w, mpidist.Variable.assign, args=(total,))
         return sum(strategy.experimental_local_results(number))
 
     def replica(ctx: mpidist.ReplicaContext) -> Nest:
@@ -253,22 +235,18 @@ def _exception(job: _Job) -> str:
 
 def _native_core(job: _Job) -> str | Note:
     """Say which ranks lack the native core, and why."""
-    core = core_facts(job.comm.allgather(_native.missing))
+    core = facts.core_facts(job.comm.allgather(_native.missing))
     return Note(core["text"], core["advice"]) if core["advice"] else core["text"]
 
 
 def _cuda_aware(job: _Job) -> str:
     """Say whether MPI accepts GPU arrays, as it says, and how they move."""
-    facts, found = job.from_root((gpu_facts(), query_cuda_support()))
-    if not facts["gpus"]:
-        return f"not tried: {facts['reason']}"
-    name = job.made and transport_facts(job.made)["gpu"]["name"]
+    gpu, found = job.from_root((facts.gpu_facts(), query_cuda_support()))
+    if not gpu["gpus"]:
+        return f"not tried: {gpu['reason']}"
+    name = job.made and facts.transport_facts(job.made)["gpu"]["name"]
     says = f"the MPI says so ({found})" if found else "the MPI does not say so"
     return f"{says}; GPU arrays are moved by: {name or 'nothing'}"
-
-
-def _assign(variable: mpidist.Variable, value: HostArray) -> None:
-    variable.assign(value)
 
 
 _CHECKS: Final[dict[str, Callable[[_Job], str | Note]]] = {
@@ -305,7 +283,7 @@ def check(arguments: Sequence[str]) -> int:
     add("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
     job = _Job(given.timeout, given.folder or "")
-    alone = describe_stranger(job.size)
+    alone = facts.describe_stranger(job.size)
     made = {"ranks": _ranks} if alone else _CHECKS  # the others would fail for this
     outcomes = []
     for name, one in made.items():

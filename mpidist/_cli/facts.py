@@ -10,7 +10,7 @@ import platform
 import re
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeAlias
@@ -71,6 +71,15 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def environment_facts(others: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables of mpidist that are set here, and others that are."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("MPIDIST_") or name in others
+    }
+
+
 def is_crowded(job: Job) -> bool:
     """Return whether any node has more ranks than cores. Collective."""
     return not job.everywhere(job.local_size <= (os.cpu_count() or 1))
@@ -109,6 +118,19 @@ def gpu_facts() -> Facts:
     count, reason = gpus.count_gpus()
     version = getattr(sys.modules.get("cupy"), "__version__", None)
     return {"cupy": version, "gpus": count, "reason": reason}
+
+
+def differences(
+    mine: Mapping[str, str], first: Mapping[str, str], where: str
+) -> dict[str, str]:
+    """Return in a sentence for each fact how that of a rank is not rank 0's."""
+    none = "not set"
+    return {
+        key: f"{key} is {mine.get(key, none)} {where}, and {first.get(key, none)} on "
+        "rank 0"
+        for key in dict.fromkeys([*mine, *first])
+        if mine.get(key) != first.get(key)
+    }
 
 
 def describe_stranger(size: int) -> str:

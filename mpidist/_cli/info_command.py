@@ -73,11 +73,7 @@ def facts_of_job(device: str) -> Facts:
             "native_core": "present" if versions.has_core() else "absent",
             "executable": sys.executable,
         },
-        "environment": {
-            name: os.environ[name]
-            for name in sorted(os.environ)
-            if name.startswith("MPIDIST_") or name in _OTHERS
-        },
+        "environment": facts.environment_facts(_OTHERS),
         "gpu": facts.gpu_facts(),
         "core": _native.missing,
         "cores": facts.core_use(),
@@ -140,15 +136,11 @@ def _problems(ranks: Sequence[Facts]) -> list[str]:
     """Return what is wrong, and what differs between ranks, in sentences."""
     problems = list(filter(None, [facts.describe_stranger(len(ranks))]))
     for kind in ("software", "environment"):
-        first = ranks[0][kind]
         for rank, one in enumerate(ranks):
-            problems += [
-                f"{key} is {first.get(key) or 'not set'} on rank 0, and "
-                f"{one[kind].get(key) or 'not set'} on rank {rank}"
-                for key in sorted({*first, *one[kind]} - {"CUDA_VISIBLE_DEVICES"})
-                if first.get(key) != one[kind].get(key)
-            ]
-    return list(dict.fromkeys(problems))
+            found = facts.differences(one[kind], ranks[0][kind], f"on rank {rank}")
+            found.pop("CUDA_VISIBLE_DEVICES", None)
+            problems += found.values()
+    return problems
 
 
 def _mpi_text(software: dict[str, str]) -> str:

@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from mpidist._base.gpus import count_gpus
-from mpidist._cli.facts import (
-    launcher_facts,
-    open_file_use,
-    open_files_text,
-    sizes_text,
-)
+from mpidist._cli import facts
 from mpidist._cli.job import CheckFailedError, Job, Note
 from mpidist._cli.run_command import version_of
 from mpidist._cli.speaking import UsageError
@@ -52,9 +47,9 @@ def libraries(job: Job) -> str | Note:
 def placement(job: Job) -> str | Note:
     """Check that the ranks are on the nodes that they were asked to be on."""
     sizes = list(map(len, job.nodes))
-    text = sizes_text(sizes)
-    facts = launcher_facts(os.environ)
-    counts = facts["tasks_per_node"]
+    text = facts.sizes_text(sizes)
+    launch = facts.launcher_facts(os.environ)
+    counts = launch["tasks_per_node"]
     if len(job.near_sizes) > len(job.nodes):
         advice = _why_apart(os.environ.get("SLURMD_NODENAME", ""))
         if counts is not None and sorted(counts) == sorted(job.near_sizes):
@@ -79,13 +74,13 @@ def placement(job: Job) -> str | Note:
     )
     if local.isdigit() and int(local) != job.local_size:
         return Note(
-            f"{facts['name']} put {local} ranks on this host, of which "
+            f"{launch['name']} put {local} ranks on this host, of which "
             f"{job.local_size} share memory",
             "are they in containers of their own (--ipc=host), or do two hosts "
             "have one name?",
         )
     held = os.environ.get("SLURM_JOB_NUM_NODES", "")
-    by_mpirun = facts["name"].startswith("mpirun")
+    by_mpirun = launch["name"].startswith("mpirun")
     if by_mpirun and job.rank == 0 and held.isdigit() and int(held) > len(sizes):
         return Note(
             f"the job has {held} nodes, and its ranks are on {len(sizes)}",
@@ -153,14 +148,14 @@ def cores(job: Job) -> str | Note:
 
 def open_files(job: Job) -> str | Note:
     """Check that the ranks, and mpirun, may open the files that they need."""
-    use = open_file_use(job)
+    use = facts.open_file_use(job)
     if use["needed"] > use["limit"]:
         return Note(
-            open_files_text(use),
+            facts.open_files_text(use),
             f"`ulimit -n {use['needed']}` before mpirun, and on all nodes "
             "(/etc/security/limits.conf)",
         )
-    return open_files_text(use)
+    return facts.open_files_text(use)
 
 
 def shared_memory(job: Job) -> str | Note:
