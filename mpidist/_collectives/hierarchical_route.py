@@ -20,7 +20,6 @@ header.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -184,6 +183,7 @@ class Group:
         self._core = core = reduce_on_node(resources, signature)
         self._wanted = signature.root in (None, resources.comm.rank)
         self._compression = signature.compress() if signature.compress else None
+        self._pieces = _cut(core.nbytes, core.pieces)  # as the core's own
         self._ranges = list(zip(core.starts, nest.sizes, strict=True))
         self._runs = _find_runs(nest.rows, self._ranges)
         self._divisor = max((row.divisor for row in nest.rows), default=0)
@@ -191,7 +191,7 @@ class Group:
         self._first = 0
         self._slice: HostArray | None = None
         self._copies: HostArray = nodes.scratch  # of the slice, from all nodes
-        self._transfer: Transfer | None = None
+        self._transfers: list[Transfer] = []
 
     def prepare(self, arrays: list[Array], results: Results) -> _Work:
         """Return what the core reads, and what it writes. Not collective.
@@ -235,9 +235,8 @@ class Group:
             nodes.step(guard)
             core.copy_out(pieces - 1)
         except BaseException:
-            if self._transfer is not None:  # MPI may still read and write its buffers
-                self._transfer.leak()
-                self._transfer = None
+            for transfer in self._transfers:  # MPI may still use their buffers
+                transfer.leak()
             raise
         finally:
             core.finish()
@@ -256,37 +255,34 @@ class Group:
         self._slice = None
         if peers is None:
             return
-        first, last = self._core.piece(piece)
+        first, last = self._pieces[piece], self._pieces[piece + 1]
         cuts = _cut(last - first, nodes.slices)
         a, b = cuts[me], cuts[me + 1]
         if a == b:
             return
-        start = nodes.node.channel.area(-1, area)
+        start = nodes.node.channel.sums(area)
         self._first = first + a
-        self._slice = nodes.memory()[start + a : start + b]
+        memory: HostArray = np.frombuffer(nodes.node.memory, np.uint8)
+        self._slice = memory[start + a : start + b]
         if self._compression is None:
-            self._transfer = self._send(peers, self._slice)
+            self._send(peers, self._slice)
 
-    def _send(self, peers: BufferCollectives, piece: HostArray) -> Transfer:
+    def _send(self, peers: BufferCollectives, piece: HostArray) -> None:
         """Start to reduce a slice over the peers, or to gather those of all."""
-        scratch = self._nodes.scratch
+        comm, begun, scratch = peers.comm, self._transfers, self._nodes.scratch
         if peers.way.gathers:
             self._copies = rows = scratch[: piece.size * peers.size]
-            call = functools.partial(peers.comm.Iallgather, piece, rows)
-            return peers.start((call,), piece, rows)
+            begun.append(peers.start(comm.Iallgather, piece, rows))
+            return
         source = scratch[: piece.size]
         source[...] = piece  # not MPI_IN_PLACE: see `way_of`
         self._copies = piece
-        calls = []
         for run in self._runs:
             a = max(run.start - self._first, 0)
             b = min(run.stop - self._first, piece.size)
             if a < b:
                 send, receive = run.of(source[a:b]), run.of(piece[a:b])
-                calls.append(
-                    functools.partial(peers.comm.Iallreduce, send, receive, run.op)
-                )
-        return peers.start(calls, source, piece)
+                begun.append(peers.start(comm.Iallreduce, send, receive, run.op))
 
     def finish(self) -> None:
         """Wait until the slice has the sums of all nodes."""
@@ -296,9 +292,9 @@ class Group:
         if self._compression is not None:
             self._reduce_compressed(peers, self._compression)
             return
-        assert self._transfer is not None
-        peers.finish(self._transfer)
-        self._transfer = None
+        for transfer in self._transfers:
+            peers.finish(transfer)
+        self._transfers.clear()
         if self._copies is not piece or self._divisor:
             self._core.reduce_range(self._first, self._copies, piece)
 
@@ -357,5 +353,5 @@ def _find_runs(
 
 def _cut(nbytes: int, count: int) -> list[int]:
     """Return the limits of ``count`` equal parts, in bytes, at cache lines."""
-    lines = nbytes // LINE
+    lines, count = nbytes // LINE, max(1, count)
     return [lines * k // count * LINE for k in range(count + 1)]

@@ -55,10 +55,6 @@ class Nodes:
     slices: int
     scratch: HostArray
 
-    def memory(self) -> HostArray:
-        """Return the memory of the node as an array of bytes."""
-        return np.frombuffer(self.node.memory, np.uint8)
-
     def step(self, guard: Guard) -> None:
         """Wait until all ranks of this node have made this step.
 

@@ -144,11 +144,11 @@ class AnyCommunicator:
 
     def start_message(self, data: bytes | None) -> Request:
         """Return the message."""
-        return Transfer([], data, lambda: data)
+        return Transfer(lambda: True, data, lambda: data)
 
     def start_send(self, data: bytes, receiver: int) -> Request:
         """Do nothing: there is nobody else."""
-        return Transfer([], data)
+        return Transfer(lambda: True, data)
 
     def receive_any(self) -> bytes | None:
         """Return None: there is nobody else."""

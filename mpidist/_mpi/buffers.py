@@ -37,37 +37,35 @@ class Transfer:
     wrong once it had been collected (mpi4py 4.1.2).
 
     Args:
-        requests: of MPI.
-        buffers: what they read and write.
+        test: of the request.
+        buffers: what it reads and writes.
         read: returns what was received, if the buffers' owner does not know.
+
+    Attributes:
+        Test: returns whether it has completed, and makes progress.
     """
 
-    __slots__ = ("_buffers", "_first", "_read", "_requests")
+    __slots__ = ("Test", "_buffers", "_read")
 
     def __init__(
         self,
-        requests: list[MpiRequest],
+        test: Callable[[], bool],
         buffers: Any,
         read: Callable[[], Any] | None = None,
     ) -> None:
-        self._requests = requests
+        self.Test = test
         self._buffers = buffers
         self._read = read
-        self._first: Callable[[], bool] | None = None
 
     def tests_first_by(self, test: Callable[[], bool]) -> None:
         """Have the first test be another, which takes longer."""
-        self._first = test
+        usual = self.Test
 
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether all have completed, and make progress."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first()
-        requests = self._requests
-        while requests and requests[0].Test():
-            del requests[0]
-        return not requests
+        def first() -> bool:
+            self.Test = usual
+            return test()
+
+        self.Test = first
 
     @property
     def result(self) -> Any:
@@ -137,25 +135,19 @@ class BufferCollectives:
         self.way: Way = way or way_of(self._mpi.get_vendor()[0], self.size)
         self._scratch: HostArray = np.empty(0, np.uint8)
 
-    def start(
-        self, calls: Sequence[functools.partial[MpiRequest]], *buffers: Any
-    ) -> Transfer:
-        """Start collectives, the same on all ranks; `finish` waits for them.
+    def start(self, call: Callable[..., MpiRequest], *arguments: Any) -> Transfer:
+        """Start a collective, the same on all ranks; `finish` waits for it.
 
         Args:
-            calls: each starts one, and returns its request.
-            buffers: what they read and write.
+            call: a method of ``comm``.
+            arguments: its arguments.
         """
-        requests: list[MpiRequest] = []
-        transfer = Transfer(requests, buffers)
+        self._count(call.__name__)
         try:
-            for call in calls:
-                self._count(call.func.__name__)
-                requests.append(call())
+            return Transfer(call(*arguments).Test, arguments)
         except BaseException as error:
-            transfer.leak()
+            leak(arguments)
             raise self._waiter.failed(error) from None
-        return transfer
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for what `start` has started.
@@ -228,10 +220,8 @@ class BufferCollectives:
         if source is None:  # not MPI_IN_PLACE: see `way_of`
             source = slot[: target.size]
             source[...] = target
-        call = functools.partial(
-            self.comm.Iallreduce, source, target, getattr(self._mpi, op)
-        )
-        transfer = self.start((call,), source, target)
+        mpi_op = getattr(self._mpi, op)
+        transfer = self.start(self.comm.Iallreduce, source, target, mpi_op)
 
         def end() -> Transfer:
             self.finish(transfer)
@@ -249,8 +239,8 @@ class BufferCollectives:
         own, places = counts[self.rank], (counts, starts[:-1])
         rows = slot[: self.size * own].reshape(self.size, own)
         same = ([own] * self.size, [own * rank for rank in range(self.size)])
-        call = functools.partial(self.comm.Ialltoallv, [source, places], [rows, same])
-        transfer = self.start((call,), source, rows)
+        send, receive = [source, places], [rows, same]
+        transfer = self.start(self.comm.Ialltoallv, send, receive)
 
         def end() -> Transfer:
             self.finish(transfer)
@@ -258,10 +248,8 @@ class BufferCollectives:
             COMBINE[op](rows[0], rows[1], out=part)
             for row in rows[2:]:
                 COMBINE[op](part, row, out=part)
-            gather = functools.partial(
-                self.comm.Iallgatherv, self._mpi.IN_PLACE, [target, places]
-            )
-            return self.start((gather,), target)
+            receive = [target, places]
+            return self.start(self.comm.Iallgatherv, self._mpi.IN_PLACE, receive)
 
         return end
 
@@ -327,7 +315,7 @@ class BufferCollectives:
 
     def _move(self, call: Callable[..., MpiRequest], *arguments: Any) -> None:
         """Start a collective with these arguments, and wait for it."""
-        self.finish(self.start((functools.partial(call, *arguments),), arguments))
+        self.finish(self.start(call, *arguments))
 
     def _block(self, call: Callable[..., object], *arguments: Any) -> None:
         """Move GPU buffers by a call that blocks, if MPI is CUDA-aware."""

@@ -196,7 +196,7 @@ class Communicator(AnyCommunicator):
         sent[:] = words
         self.traffic.count_mpi("Iallgather")
         request = self._comm.Iallgather(sent, received)
-        return Transfer([request], self._words, received.tolist)
+        return Transfer(request.Test, self._words, received.tolist)
 
     def on_free(self, function: Callable[[], None]) -> None:
         """Call a function before the communicator is freed."""
@@ -341,7 +341,7 @@ class Communicator(AnyCommunicator):
             request = self._comm.Ibcast(message, 0)
         except BaseException as error:
             raise self._waiter.failed(error) from None
-        transfer = Transfer([request], message, read)
+        transfer = Transfer(request.Test, message, read)
         if self._channel is not None:
             transfer.tests_first_by(functools.partial(self._channel.complete, request))
         return transfer
@@ -350,9 +350,10 @@ class Communicator(AnyCommunicator):
         """Start sending a small message to one rank (`receive_any`). Not collective."""
         buffer = np.frombuffer(data, np.uint8)
         request = self._comm.Isend(buffer, receiver, _NOTICE_TAG)
+        test = request.Test
         if self.outlives_ranks:
-            request = survival.Message(request)
-        return Transfer([request], buffer)
+            test = functools.partial(survival.has_ended, request)
+        return Transfer(test, buffer)
 
     def receive_any(self) -> bytes | None:
         """Return a message that some rank has sent by `start_send`, or None.

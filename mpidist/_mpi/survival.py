@@ -42,22 +42,12 @@ _SLEEP: Final = 0.0002
 _END_SECONDS: Final = 15.0
 
 
-class Message:
-    """A message to a process, which also ends when that process has died.
-
-    Args:
-        request: of MPI.
-    """
-
-    def __init__(self, request: MpiRequest) -> None:
-        self._request = request
-
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether it was sent, or its receiver has died."""
-        try:
-            return bool(self._request.Test())
-        except mpi_module().Exception:
-            return True
+def has_ended(request: MpiRequest) -> bool:
+    """Return whether a message was sent, or its receiver has died."""
+    try:
+        return bool(request.Test())
+    except mpi_module().Exception:
+        return True
 
 
 @functools.cache

@@ -261,14 +261,11 @@ static PyObject *Channel_arena(Channel *self, PyObject *rank) {
   return PyLong_FromSsize_t(self->channel.arenas[r] - self->channel.memory);
 }
 
-static PyObject *Channel_areas(Channel *self, PyObject *args) {
-  int rank, number;
-  if (!PyArg_ParseTuple(args, "ii", &rank, &number)) return NULL;
+static PyObject *Channel_sums(Channel *self, PyObject *number) {
+  long n = PyLong_AsLong(number);
+  if (n == -1 && PyErr_Occurred()) return NULL;
   md_channel *ch = &self->channel;
-  if (rank < -1 || rank >= ch->size)
-    return PyErr_Format(PyExc_ValueError, "area: there is no rank %d", rank);
-  unsigned char *start = rank < 0 ? ch->sums : ch->areas[rank];
-  return PyLong_FromSsize_t(start + (number & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
+  return PyLong_FromSsize_t(ch->sums + (n & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
 }
 
 static PyObject *Channel_lateness(Channel *self, void *closure) {
@@ -306,9 +303,8 @@ static PyMethodDef Channel_methods[] = {
      "broadcast(buffer, root)\n--\n\nCopy the root's bytes to all ranks; return OK or LEFT."},
     {"arena", (PyCFunction)Channel_arena, METH_O,
      "arena(rank)\n--\n\nReturn where the arena of a rank is in the memory."},
-    {"area", (PyCFunction)Channel_areas, METH_VARARGS,
-     "area(rank, number)\n--\n\n"
-     "Return where a piece area is in the memory; of rank -1: that for sums."},
+    {"sums", (PyCFunction)Channel_sums, METH_O,
+     "sums(number)\n--\n\nReturn where an area for the sums of pieces is in the memory."},
     {NULL}};
 static PyMemberDef Channel_members[] = {
     {"headers", T_UINT, offsetof(Channel, channel.headers), READONLY, "Headers exchanged so far."},

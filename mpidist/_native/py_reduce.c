@@ -2,6 +2,8 @@
    nest between ranks that share no memory. */
 #include "binding.h"
 
+#include <structmember.h>
+
 #define SOURCE (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
 
 /* Fill in what a leaf of this dtype and shape must be, and its size; -1: an exception. */
@@ -430,27 +432,12 @@ static PyObject *Reduce_finish(Reduce *self, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
-static PyObject *Reduce_piece(Reduce *self, PyObject *piece) {
-  long p = PyLong_AsLong(piece);
-  if (p == -1 && PyErr_Occurred()) return NULL;
-  if (p < 0 || p >= self->nest.pieces)
-    return PyErr_Format(PyExc_ValueError, "Reduce: there is no piece %ld", p);
-  size_t first, last;
-  md_piece(&self->nest, (int)p, &first, &last);
-  return Py_BuildValue("nn", (Py_ssize_t)first, (Py_ssize_t)last);
-}
-
-static PyObject *Reduce_get(Reduce *self, void *closure) {
-  switch (*(const char *)closure) {
-    case 'n': return PyLong_FromSize_t(self->nest.nbytes);
-    case 'p': return PyLong_FromLong(self->nest.pieces);
-    default: {
-      PyObject *list = PyList_New(self->nest.count);
-      for (int i = 0; list && i < self->nest.count; i++)
-        put_item(&list, i, PyLong_FromSize_t(self->nest.leaves[i].start));
-      return list;
-    }
-  }
+static PyObject *Reduce_starts(Reduce *self, void *closure) {
+  (void)closure;
+  PyObject *list = PyList_New(self->nest.count);
+  for (int i = 0; list && i < self->nest.count; i++)
+    put_item(&list, i, PyLong_FromSize_t(self->nest.leaves[i].start));
+  return list;
 }
 
 #define EAGER                                                                             \
@@ -483,13 +470,13 @@ static PyMethodDef Reduce_methods[] = {
      "reduce_range(first, copies, out)\n--\n\nReduce a range of the layout, of several copies.\n\n"
      "Args:\n    first: where it begins.\n    copies: buffers of its size, one after the other.\n"
      "    out: for the result; it may be one of the copies."},
-    {"piece", (PyCFunction)Reduce_piece, METH_O,
-     "piece(number)\n--\n\nReturn where a piece begins and ends in the layout."},
+    {NULL}};
+static PyMemberDef Reduce_members[] = {
+    {"nbytes", T_PYSSIZET, offsetof(Reduce, nest.nbytes), READONLY, "Bytes of the layout."},
+    {"pieces", T_INT, offsetof(Reduce, nest.pieces), READONLY, "The number of pieces."},
     {NULL}};
 static PyGetSetDef Reduce_fields[] = {
-    {"nbytes", (getter)Reduce_get, NULL, "Bytes of the layout.", "n"},
-    {"pieces", (getter)Reduce_get, NULL, "The number of pieces.", "p"},
-    {"starts", (getter)Reduce_get, NULL, "Where each leaf begins in the layout.", "s"},
+    {"starts", (getter)Reduce_starts, NULL, "Where each leaf begins in the layout.", NULL},
     {NULL}};
 
 PyTypeObject ReduceType = {
@@ -503,6 +490,7 @@ PyTypeObject ReduceType = {
     .tp_init = (initproc)Reduce_init,
     .tp_dealloc = (destructor)Reduce_dealloc,
     .tp_methods = Reduce_methods,
+    .tp_members = Reduce_members,
     .tp_getset = Reduce_fields};
 
 PyTypeObject BetweenReduceType = {
