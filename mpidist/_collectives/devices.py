@@ -206,31 +206,27 @@ class Devices:
         Raises:
             ValueError: on all ranks, if the request is unavailable.
         """
-        decision = decide(findings, self._comm.num_nodes)
-        self.decision = decision
-        if not decision.try_nccl:
-            if decision.missing and decision.transport == "staged":
-                reason = f"{decision.reason}; {decision.missing}"
-                self.decision = dataclasses.replace(decision, reason=reason)
-                self._warn(decision.missing)
-            return
-        communicator, problem = connect(self._comm, self._device, deadline)
-        if problem and wanted is CommunicationImplementation.NCCL:
-            raise ValueError(
-                "MPIStrategy: `CommunicationImplementation.NCCL` is unavailable: NCCL "
-                f"did not connect the ranks ({problem}). NCCL_DEBUG=INFO makes it "
-                f"print more; {_INSTEAD}"
-            )
+        comm = self._comm
+        self.decision = decision = decide(findings, comm.num_nodes)
+        problem = decision.missing if decision.transport == "staged" else ""
+        no_nccl = decision.no_nccl
+        if decision.try_nccl:
+            communicator, no_nccl = connect(comm, self._device, deadline)
+            if not no_nccl:
+                self._nccl = NcclTransport(communicator, comm.rank, comm.traffic.count)
+                return
+            problem = f"NCCL did not connect the ranks ({no_nccl})"
+            if wanted is CommunicationImplementation.NCCL:
+                raise ValueError(
+                    "MPIStrategy: `CommunicationImplementation.NCCL` is unavailable: "
+                    f"{problem}. NCCL_DEBUG=INFO makes it print more; {_INSTEAD}"
+                )
         if problem:
-            reason = f"{decision.reason}; NCCL did not connect the ranks ({problem})"
+            reason = f"{decision.reason}; {problem}"
             self.decision = dataclasses.replace(
-                decision, reason=reason, no_nccl=problem
+                decision, reason=reason, no_nccl=no_nccl
             )
-            self._warn(f"NCCL did not connect the ranks ({problem})")
-            return
-        self._nccl = NcclTransport(
-            communicator, self._comm.rank, self._comm.traffic.count
-        )
+            self._warn(problem)
 
     def _warn(self, problem: str) -> None:
         """Warn on rank 0, once, that AUTO does not use NCCL. Collective.
