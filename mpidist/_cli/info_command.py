@@ -16,7 +16,7 @@ from mpidist._cli import facts
 from mpidist._cli.facts import Facts
 from mpidist._cli.job import Job
 from mpidist._cli.speaking import Parser, let_the_first_speak, say
-from mpidist._mpi import library, versions
+from mpidist._mpi import library
 from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "what this job is: ranks, nodes, libraries, transports, settings"
@@ -70,7 +70,7 @@ def facts_of_job(device: str) -> Facts:
         "machine": facts.machine_facts(),
         "software": {
             **facts.software_facts(job.mpi),
-            "native_core": "present" if versions.has_core() else "absent",
+            "native_core": "present" if _native.available() else "absent",
             "executable": sys.executable,
         },
         "environment": facts.environment_facts(_OTHERS),

@@ -98,11 +98,6 @@ def describe() -> dict[str, str]:
     }
 
 
-def has_core() -> bool:
-    """Return whether this rank has the native core. Not collective."""
-    return _native.available()
-
-
 def write(problem: str = "", look: Callable[[], dict[str, Any]] = dict) -> bytes:
     """Return the text that this rank sends.
 
@@ -114,7 +109,11 @@ def write(problem: str = "", look: Callable[[], dict[str, Any]] = dict) -> bytes
     about: dict[str, Any] = {}
     try:
         must = describe()
-        about = {"core": has_core(), "floats": floating_point_state(), **look()}
+        about = {
+            "core": _native.available(),
+            "floats": floating_point_state(),
+            **look(),
+        }
     except Exception as error:  # a library that does not load, on this rank only
         problem = problem or f"{type(error).__name__}: {error}"
     text = {"format": _FORMAT, "must": must, "problem": problem, "about": about}

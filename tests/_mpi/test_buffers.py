@@ -239,13 +239,6 @@ def test_whether_mpi_has_persistent_collectives(raises, monkeypatch):
     assert not between._has_persistent.__wrapped__()
 
 
-KINDS = ["new", "old"]
-
-
-def of_kind(comm: Any, kind: str) -> Any:
-    return comm if kind == "new" else Older(comm)
-
-
 def test_the_persistent_collectives_of_mpich_4_0_are_not_used(monkeypatch):
     mpi = SimpleNamespace(get_vendor=lambda: ("MPICH", (4, 0, 2)))
     monkeypatch.setattr(between, "mpi_module", lambda: mpi)
@@ -256,13 +249,11 @@ def test_the_persistent_collectives_of_mpich_4_0_are_not_used(monkeypatch):
 @core
 @needs_core
 @pytest.mark.parametrize("few", [8, 0], ids=["rows", "merged"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["new", "old"])
 def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
     monkeypatch.setattr(between, "FEW", few)
     rank, size = comm.Get_rank(), comm.Get_size()
-    headers = between.CoreHeaders(
-        _unwrapped(comm, kind, monkeypatch), said_on(comm, kind), crowded=True
-    )
+    headers = between.CoreHeaders(comm, said_on(comm, kind), crowded=True)
     channel = headers.channel
     name = "allreduce" if few == 0 else "allgather"
     if kind == "new":
@@ -284,32 +275,6 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
     assert channel.verdict == (0, int(size == 1), int(size == 1), 0, size - 1)
     assert headers.calls()[name] == channel.headers > 0
     headers.free()
-
-
-def _unwrapped(comm: Any, kind: str, patch: pytest.MonkeyPatch) -> Any:
-    """Return a communicator of this kind, of which mpi4py knows the handle."""
-    found = of_kind(comm, kind)
-    if found is not comm:
-        module = between.mpi_module()
-        handle_of = module._handleof
-        patch.setattr(
-            between,
-            "mpi_module",
-            lambda: Modules(
-                module, lambda x: handle_of(x._comm if isinstance(x, Older) else x)
-            ),
-        )
-    return found
-
-
-class Modules:
-    """`mpi4py.MPI`, with another ``_handleof``."""
-
-    def __init__(self, module: Any, handle_of: Callable[[Any], int]) -> None:
-        self._module, self._handleof = module, handle_of
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 @mpi

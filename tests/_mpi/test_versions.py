@@ -16,7 +16,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist import CollectiveMismatchError
+from mpidist import CollectiveMismatchError, _native
 from mpidist._mpi import collective_release, versions
 from mpidist._strategy.strategy import group_of
 
@@ -36,14 +36,14 @@ def texts(*changes):
 def test_ranks_of_one_environment_fit():
     said, error = versions.judge(1, texts({}, {}, {}))
     assert error is None
-    assert said == [{"core": versions.has_core(), "floats": ""}] * 3
+    assert said == [{"core": _native.available(), "floats": ""}] * 3
 
 
 def test_the_text_is_plain():
     text = versions.write()
     found = json.loads(text.decode("ascii"))
     assert found["format"] == 2
-    assert (found["about"]["core"], found["problem"]) == (versions.has_core(), "")
+    assert (found["about"]["core"], found["problem"]) == (_native.available(), "")
     assert set(found["must"]) == {
         "Python",
         "mpidist",
@@ -121,7 +121,7 @@ def test_what_fails_while_a_rank_looks_at_itself_is_a_problem(monkeypatch):
     def fail():
         raise OSError("a library that does not load")
 
-    monkeypatch.setattr(versions, "has_core", fail)
+    monkeypatch.setattr(versions, "floating_point_state", fail)
     _, error = versions.judge(0, [versions.write(), *texts({})])
     assert "OSError: a library that does not load" in str(error)
 
@@ -197,7 +197,7 @@ def test_ranks_that_differ_raise_together(who, name, strategy, rank, size, monke
     # The duplicate was given back, and there is nothing that is left over.
     assert everywhere(collective_release.count()) == before
     later = mpidist.MPIStrategy()
-    assert group_of(later).communicator.said[0]["core"] == versions.has_core()
+    assert group_of(later).communicator.said[0]["core"] == _native.available()
     later.close()
 
 
