@@ -8,7 +8,7 @@ on one rank alone is done before the agreement, and its failure is told to all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend, gpus, nest
@@ -18,21 +18,13 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
 from mpidist._collectives.all_gather import AllGathers
-from mpidist._collectives.between_route import between
-from mpidist._collectives.bucket_route import buckets, mpi
 from mpidist._collectives.copies import Copies
-from mpidist._collectives.core_routes import eager, shared
 from mpidist._collectives.devices import Finding
-from mpidist._collectives.hierarchical_route import hierarchical
 from mpidist._collectives.nodes import NO_MEMORY, SharedMemory
 from mpidist._collectives.plan import PlanCache
 from mpidist._collectives.plans import Plans
 from mpidist._collectives.resources import Resources
-from mpidist._collectives.staged_route import staged
 from mpidist._mpi.communicator import AnyCommunicator
-
-ROUTES: Final = (eager, shared, between, hierarchical, buckets, staged, mpi)
-"""In this order; the last takes everything."""
 
 
 class Collectives(Copies):
@@ -66,7 +58,7 @@ class Collectives(Copies):
         self.device = device
         self.invalid: Callable[[str, BaseException], NoReturn] = resources.invalid
         self.cache: PlanCache = PlanCache()
-        self.plans: Plans = Plans(resources, self.cache, ROUTES, self._reduce_slices)
+        self.plans: Plans = Plans(resources, self.cache, self._reduce_slices)
         self.all_reduce: Callable[..., Nest] = self.plans.quick.entry
         self._gathers = resources.observing(AllGathers)(resources, self.cache)
         self.all_gather: Callable[..., Nest] = self._gathers.quick.entry

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import FROM_RANK_0
 from mpidist._base import backend, checksums, nest
@@ -29,6 +28,7 @@ from mpidist._collectives.observed import (
     values_of_ranks,
     values_to_all,
 )
+from mpidist._collectives.pool import array_in
 from mpidist._collectives.resources import Resources, timed
 from mpidist._timeline.observer import observed
 
@@ -315,7 +315,7 @@ class Copies:
             if slot is None or backend.is_device_array(x):
                 zeros.append(backend.module_of(x).zeros(x.shape, x.dtype))
             else:
-                zeros.append(_array_in(slot, start, x))
+                zeros.append(array_in(x.shape, x.dtype, slot, start))
                 start += round_up(x.nbytes, LINE)
         return zeros
 
@@ -343,10 +343,6 @@ def _write_heads(values: list[Any], call: str) -> tuple[bytes, list[Array]]:
     parts = [_split(value, call) for value in values]
     heads = pickle.dumps([head for head, _ in parts])
     return heads, [x for _, arrays in parts for x in arrays]
-
-
-def _array_in(slot: _native.Slot, start: int, like: Array) -> HostArray:
-    return np.ndarray(like.shape, like.dtype, slot, start)
 
 
 def _write(

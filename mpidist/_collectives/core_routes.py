@@ -22,8 +22,9 @@ from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
 from mpidist._base.types import Array, HostArray
+from mpidist._collectives.node import Node
 from mpidist._collectives.plan import Plan, Results, Signature
-from mpidist._collectives.pool import SMALLEST
+from mpidist._collectives.pool import SMALLEST, array_in
 from mpidist._collectives.resources import Resources
 
 # Every rank adds all data: above this size in all it is faster to divide the work.
@@ -33,23 +34,16 @@ _EAGER_BYTES_CROWDED: Final = 32 * 1024
 _KEPT_BYTES: Final = 64  # leaves of this size are copied out of the slot
 
 
-def eager(resources: Resources, signature: Signature) -> EagerReduce | None:
-    """Return the plan of a small nest of host arrays."""
-    if not _is_on_node(resources, signature) or not fits_header(resources, signature):
+def on_node(
+    resources: Resources, signature: Signature
+) -> EagerReduce | SharedReduce | None:
+    """Return the plan of a nest of host arrays."""
+    node = resources.node
+    if node is None or signature.on_device or not takes(resources, signature):
         return None
-    return EagerReduce(resources, signature)
-
-
-def shared(resources: Resources, signature: Signature) -> SharedReduce | None:
-    """Return the plan of any nest of host arrays."""
-    if not _is_on_node(resources, signature):
-        return None
-    return SharedReduce(resources, signature)
-
-
-def _is_on_node(resources: Resources, signature: Signature) -> bool:
-    on_node = resources.node is not None and not signature.on_device
-    return on_node and takes(resources, signature)
+    if _fits_header(node, signature):
+        return EagerReduce(resources, signature)
+    return SharedReduce(resources, signature, node)
 
 
 def takes(resources: Resources, signature: Signature) -> bool:
@@ -64,11 +58,10 @@ def takes(resources: Resources, signature: Signature) -> bool:
     )
 
 
-def fits_header(resources: Resources, signature: Signature) -> bool:
+def _fits_header(node: Node, signature: Signature) -> bool:
     """Return whether a nest that the core takes travels with its header."""
-    assert resources.node is not None
-    room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // resources.node.size)
-    if resources.node.channel.tree:
+    room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // node.size)
+    if node.channel.tree:
         room = _EAGER_BYTES_CROWDED
     line = _native.core.LINE
     total = sum(round_up(nbytes, line) for nbytes in signature.nest.sizes)
@@ -218,11 +211,10 @@ class SharedReduce(CoreReduce):
 
     route = "shared"
 
-    def __init__(self, resources: Resources, signature: Signature) -> None:
+    def __init__(self, resources: Resources, signature: Signature, node: Node) -> None:
         core, nest = reduce_on_node(resources, signature), signature.nest
         super().__init__(resources, signature, core.shared)
-        assert resources.node is not None
-        self.node = resources.node
+        self.node = node
         self._room = core.nbytes
         # A user who keeps the loss must not keep the gradients beside it alive.
         self._tiny = [
@@ -248,7 +240,6 @@ class SharedReduce(CoreReduce):
         if slot is None:
             results = [np.empty(shape, dtype) for shape, dtype in self._shapes]
             return results, (_native.core.NOWHERE,)
-        array: Callable[..., Array] = np.ndarray
         return [
-            array(shape, dtype, slot, start) for shape, dtype, start in self._layout
+            array_in(shape, dtype, slot, start) for shape, dtype, start in self._layout
         ], (slot.offset,)

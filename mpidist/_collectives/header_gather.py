@@ -25,7 +25,7 @@ are referred to here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -45,7 +45,7 @@ from mpidist._collectives.mpi_gather import (
 )
 from mpidist._collectives.node import Node
 from mpidist._collectives.plan import Plan, Results, as_buffers
-from mpidist._collectives.pool import SMALLEST
+from mpidist._collectives.pool import SMALLEST, array_in
 from mpidist._collectives.resources import Resources
 
 _QUICK_BYTES: Final = 32 * 1024  # which travel with the header on one node
@@ -142,24 +142,16 @@ class HeaderGather(Plan):
                 sources = [x.copy("C") for x in sources]
             with guard.payload(call):
                 status = meet(sources, lengths, number, patience, *where)
-        if status:
-            guard.conclude(
-                status, lambda ms: meet(sources, lengths, number, ms, *where)
-            )
-        else:
-            guard.sequence += 1
+        guard.conclude(status, lambda ms: meet(sources, lengths, number, ms, *where))
         return self._conclude(sources, memory, timeout)
 
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Array:
         """End a call of `quick` that has not given a result; see `Plan`."""
         guard, meet, number = self._guard, self._core.meet, self.call.fingerprint
         lengths = (x.shape[self._axes[0]],)
-        if status:
-            guard.conclude(
-                status, lambda ms: meet([x], lengths, number, ms, NOWHERE, result)
-            )
-        else:
-            guard.sequence += 1
+        guard.conclude(
+            status, lambda ms: meet([x], lengths, number, ms, NOWHERE, result)
+        )
         memory = None if result is None else Memory([result])
         return self._conclude([x], memory, None)[0]
 
@@ -247,6 +239,5 @@ class ArenaGather:
             if slot is None:
                 results.append(np.empty(shape, leaf.dtype))
             else:
-                in_slot: Callable[..., Array] = np.ndarray
-                results.append(in_slot(shape, leaf.dtype, slot, start))
+                results.append(array_in(shape, leaf.dtype, slot, start))
         return Memory(results, NOWHERE if slot is None else slot.offset)

@@ -7,6 +7,7 @@ if they are small.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ Lengths: TypeAlias = Sequence[int]
 HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class GatherLeaf:
     """What is known of a leaf: everything except its values and its length.
 
@@ -42,17 +43,16 @@ class GatherLeaf:
         dtype: of the elements.
         before: the sizes of the dimensions before the axis.
         after: of those after it.
-        row_bytes: bytes of an array of length 1.
     """
 
     dtype: DType
     before: Shape
     after: Shape
-    row_bytes: int = dataclasses.field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        size = math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize
-        object.__setattr__(self, "row_bytes", size)
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Bytes of an array of length 1."""
+        return math.prod(self.before) * math.prod(self.after) * self.dtype.itemsize
 
     @property
     def axis(self) -> int:

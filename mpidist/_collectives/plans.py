@@ -22,7 +22,11 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, HostArray, Nest
 from mpidist._collectives import dtype_table
+from mpidist._collectives.between_route import between
+from mpidist._collectives.bucket_route import buckets, mpi
 from mpidist._collectives.compression import Compression
+from mpidist._collectives.core_routes import on_node
+from mpidist._collectives.hierarchical_route import hierarchical
 from mpidist._collectives.observed import ObservedPlan
 from mpidist._collectives.plan import (
     Key,
@@ -33,13 +37,21 @@ from mpidist._collectives.plan import (
     Signature,
 )
 from mpidist._collectives.resources import UNCOMPRESSED, Resources
+from mpidist._collectives.staged_route import staged
 
 _USUAL: Final = ("all_reduce", None, None)  # call, options and root
 _NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
 _ARRAYS: Final = {np.ndarray}
 
-Route = Callable[[Resources, Signature], Plan | None]
-"""Makes a plan for a signature; None if it does not accept it."""
+ROUTES: Final[Sequence[Callable[[Resources, Signature], Plan | None]]] = (
+    on_node,
+    between,
+    hierarchical,
+    buckets,
+    staged,
+    mpi,
+)
+"""Each makes a plan for a signature; None if it does not accept it. The last does."""
 
 ReduceSlices = Callable[
     [ReduceOp, Nest, CommunicationOptions | None, str, int | None], Nest
@@ -56,7 +68,6 @@ class Plans:
     Args:
         resources: of the strategy.
         cache: of its plans.
-        routes: in order; the last accepts everything.
         reduce_slices: all-reduces nests that have `IndexedSlices`.
     """
 
@@ -64,12 +75,10 @@ class Plans:
         self,
         resources: Resources,
         cache: PlanCache,
-        routes: Sequence[Route],
         reduce_slices: ReduceSlices,
     ) -> None:
         self._resources = resources
         self.cache = cache
-        self._routes = routes
         self._reduce_slices = reduce_slices
         self.quick: QuickCalls = QuickCalls(resources, self.all_reduce, 1)
 
@@ -191,7 +200,7 @@ class Plans:
 
     def _make(self, signature: Signature) -> Plan:
         calls = self._resources.guard.calls
-        for route in self._routes:
+        for route in ROUTES:
             plan = route(self._resources, signature)
             if plan is not None:
                 return plan if calls is None else ObservedPlan(self._resources, plan)

@@ -8,6 +8,7 @@ are (``py_memory.c``). A result that the user keeps, or a view of it, keeps its 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,9 @@ from mpidist import _native
 from mpidist._base.types import DType, HostArray, Shape
 
 SMALLEST: Final = 64 * 1024
+
+array_in: Final[Callable[..., HostArray]] = np.ndarray
+"""Makes an array: ``array_in(shape, dtype, slot, start)``."""
 
 
 class Pool:
@@ -37,7 +41,7 @@ class Pool:
             slots = self._slots or self._map()
             slot = None if slots is None else slots.take(nbytes)
             if slot is not None:
-                return np.ndarray(shape, dtype, slot)
+                return array_in(shape, dtype, slot)
         return np.empty(shape, dtype)
 
     def _map(self) -> _native.Pool | None:

@@ -15,7 +15,7 @@ from mpidist._base import backend
 from mpidist._base.types import Array
 from mpidist._collectives.between_route import between
 from mpidist._collectives.bucket_route import BucketReduce, mpi
-from mpidist._collectives.core_routes import eager, shared
+from mpidist._collectives.core_routes import on_node
 from mpidist._collectives.hierarchical_route import hierarchical
 from mpidist._collectives.plan import Plan, Results, Signature
 from mpidist._collectives.resources import Resources
@@ -34,7 +34,7 @@ def staged(resources: Resources, signature: Signature) -> Plan | None:
     leaves = [dataclasses.replace(leaf, on_device=False) for leaf in signature.leaves]
     on_host = dataclasses.replace(signature, leaves=leaves)
     plan: Plan | None = None
-    for route in (eager, shared, between, hierarchical, mpi):
+    for route in (on_node, between, hierarchical, mpi):
         plan = plan or route(resources, on_host)
     assert plan is not None
     return StagedReduce(resources, signature, plan)
