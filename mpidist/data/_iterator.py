@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
@@ -28,7 +28,11 @@ from mpidist.data._ahead import Ahead, read_ahead
 from mpidist.data._feed import Feed, Piece, describe, dump_spec
 from mpidist.data._inputs import state_of
 from mpidist.data._positions import Optional, PositionedIterator, checked_state
+from mpidist.data._rows import RowBlock
 from mpidist.data._stage import Block, TooShortError
+
+_ENDED: Final = Piece(-1, None)
+"""What is read at the end of the input."""
 
 
 class DistributedIterator(PositionedIterator):
@@ -54,8 +58,7 @@ class DistributedIterator(PositionedIterator):
         self._source_state: Any = None  # before an element that was not returned
         self._stream: Iterator[Block] | None = None
         self._pieces: Iterator[Piece] | None = None
-        self._waiting = False  # a piece was read but not returned
-        self._piece: Piece | None = None
+        self._piece: Piece | None = None  # that was read but not returned
         self._failure = ""
         what = f"next(iterator) of dataset #{self._feed.number}, iteration {iteration}"
         self._call = Call(what)
@@ -130,8 +133,8 @@ class DistributedIterator(PositionedIterator):
 
     def _own_state(self) -> Any:
         """Return the state of the user's iterator, as JSON; None if it has none."""
-        read = self._waiting and self._piece is not None  # but not returned
-        if self._stream is None or read:
+        waits = self._piece is not None and self._piece is not _ENDED
+        if self._stream is None or waits:
             return self._source_state
         return state_of(self._stream)
 
@@ -226,15 +229,14 @@ class DistributedIterator(PositionedIterator):
         if self._failure:
             text, self._failure = f"{name}: {self._failure}", ""
             # A loop that ignores errors finds an end.
-            self._waiting, self._piece = True, None
+            self._piece = _ENDED
             with guard.checking(name):
                 raise RuntimeError(text)
         failures = guard.reports.failures
         try:
             piece, call, own = self._next_piece(guard)
-            number = 0 if piece is None else piece.rows + 1
-            checksum = 0 if piece is None else piece.checksum
-            compared = checksum if feed.checked else number
+            number = piece.rows + 1
+            compared = piece.checksum if feed.checked else number
             _, _, same, _, most = guard.agree_on(call, compared, number)
         except Exception:
             if guard.reports.failures > failures or feed.group.num_replicas == 1:
@@ -244,7 +246,7 @@ class DistributedIterator(PositionedIterator):
             return False, None
         if feed.policy is not None and not same:
             what = f"batch {self._position}"
-            text, by_rows = feed.differing(what, number, checksum)
+            text, by_rows = feed.differing(what, number, piece.checksum)
             if by_rows:  # and so would all that follow
                 self._failure = text
             else:
@@ -254,20 +256,17 @@ class DistributedIterator(PositionedIterator):
         self._count()
         if feed.empty is None:
             feed.learn(own)
-        return True, self._wrap(piece)
+        return True, self._wrap(piece.block)
 
-    def _next_piece(self, guard: Guard) -> tuple[Piece | None, Call, bytes]:
+    def _next_piece(self, guard: Guard) -> tuple[Piece, Call, bytes]:
         """Return this rank's part of the element, and what the others are told."""
         try:
-            if not self._waiting:
+            if self._piece is None:
                 with guard.span("reading input"):
                     self._piece = self._read()
-                self._waiting = True
             piece = self._piece
-            call = self._call_for(piece)
-            own = b""
-            if self._feed.empty is None:
-                own = dump_spec(None if piece is None else piece.block)
+            call = self._call_for(piece.block)
+            own = dump_spec(piece.block) if self._feed.empty is None else b""
         except KeyboardInterrupt as error:
             # Code that catches it and continues must not miss the element being read.
             self._forget_stream(error, wait=False)
@@ -288,12 +287,11 @@ class DistributedIterator(PositionedIterator):
     def _count(self) -> None:
         """Go on after the element that was read."""
         self._position += 1
-        if self._piece is not None:
-            self._waiting, self._piece = False, None
+        if self._piece is not _ENDED:
+            self._piece = None
 
-    def _wrap(self, piece: Piece | None) -> Nest:
+    def _wrap(self, block: RowBlock | None) -> Nest:
         feed = self._feed
-        block = None if piece is None else piece.block
         if block is None:
             block = feed.empty
             assert block is not None  # some rank has rows, and has told the others
@@ -302,13 +300,11 @@ class DistributedIterator(PositionedIterator):
         placed = block.structure.unflatten(map(feed.place, block.leaves))
         return feed.group.registry.wrap_tree(PerReplica, placed)
 
-    def _call_for(self, piece: Piece | None) -> Call:
+    def _call_for(self, block: RowBlock | None) -> Call:
         """Return the call that this rank is about to make, with its elements' spec."""
-        block = self._feed.empty
-        if block is None:
+        if self._feed.empty is None:
             return self._call
-        if piece is not None and piece.block is not None:
-            block = piece.block
+        block = block or self._feed.empty
         # A rank without rows has a column where the others have scalars.
         kinds = [(leaf.dtype, max(1, leaf.ndim)) for leaf in block.leaves]
         key = (block.structure, *kinds)
@@ -320,7 +316,7 @@ class DistributedIterator(PositionedIterator):
 
     # --- reading --------------------------------------------------------------
 
-    def _read(self) -> Piece | None:
+    def _read(self) -> Piece:
         if self._stream is None:
             self._stream = self._stage.stream(
                 self._iteration, self._position, self._own_state()
@@ -331,7 +327,7 @@ class DistributedIterator(PositionedIterator):
                 self._pieces = read_ahead(self._pieces, self._stage.depth)
         if self._stage.again:
             self._source_state = state_of(self._stream)
-        return next(self._pieces, None)
+        return next(self._pieces, _ENDED)
 
     def _forget_stream(self, error: BaseException, *, wait: bool = True) -> None:
         """After an error, prepare to open the input anew, or never again."""
@@ -339,7 +335,7 @@ class DistributedIterator(PositionedIterator):
         lost = not self._stage.again
         if isinstance(error, Exception):  # what fails as it opens fails there again
             lost |= self._stream is None and self._position > 0
-        self._stream, self._waiting = None, False
+        self._stream = self._piece = None
         if lost:
             self._failure = (
                 f"its input raised a {type(error).__name__} and cannot continue; make "

@@ -336,29 +336,6 @@ def test_datasets_that_differ_between_ranks(strategy, rank, size, make):
     )
 
 
-@core
-def test_iterators_in_a_checkpoint(strategy, same_folder):
-    pipeline = PIPELINES["cache of a generator"]
-
-    def iterators():
-        return {
-            "split": iter(strategy.experimental_distribute_dataset(pipeline())),
-            "whole": iter(pipeline()),
-        }
-
-    first = iterators()
-    gathered(strategy, first["split"], 2)
-    next(first["whole"])
-    second = iterators()
-    with strategy.scope():
-        path = mpidist.Checkpoint(**first).save(same_folder / "checkpoint")
-        mpidist.Checkpoint(**second).restore(path)
-    assert gathered(strategy, second["split"]) == gathered(strategy, first["split"])
-    rest = [batch.tolist() for batch in second["whole"]]
-    assert rest == [batch.tolist() for batch in first["whole"]]
-    assert len(rest) == 5
-
-
 # --- by files -------------------------------------------------------------------------
 
 
