@@ -455,3 +455,19 @@ def torch() -> Any:
 def jax() -> Any:
     """Return JAX."""
     return pytest.importorskip("jax")
+
+
+@pytest.fixture
+def mt(torch: Any) -> Any:
+    """Return mpidist.torch."""
+    import mpidist.torch
+
+    return mpidist.torch
+
+
+@pytest.fixture
+def mj(jax: Any) -> Any:
+    """Return mpidist.jax."""
+    import mpidist.jax
+
+    return mpidist.jax

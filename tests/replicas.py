@@ -38,6 +38,15 @@ _TESTS = 20
 _PAUSE_SECONDS = 0.0001
 
 
+ON_TWO = (
+    pytest.mark.mpi,
+    pytest.mark.one_size,
+    pytest.mark.replicas(2),
+    pytest.mark.usefixtures("two_replicas"),
+)
+"""The marks of a test of two ranks or replicas."""
+
+
 def core_on_ranks(function: Callable[..., None]) -> Callable[..., None]:
     """Mark a test of the core semantics, on ranks or as threads."""
     for mark in (pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)):

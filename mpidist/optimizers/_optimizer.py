@@ -55,8 +55,6 @@ _READ_ALONE: Final = (
     "`iterations = optimizer.iterations` on all of them, before what one rank does"
 )
 _NAME: Final = "`name` to be a str"
-_STEP: Final = "write `global_step=step`"
-_GLOBAL_STEP: Final = "`global_step` to be a `mpidist.Variable`"
 
 _Known: TypeAlias = weakref.WeakValueDictionary[Hashable, "Optimizer"]
 _Reference: TypeAlias = tuple[Variable | None, int, str]
@@ -388,10 +386,11 @@ class Optimizer:
             try:
                 pairs.extend(grads_and_vars)
                 if name is not None:
-                    expect(isinstance(name, str), APPLY, _NAME, name, _STEP)
+                    hint = "write `global_step=step`"
+                    expect(isinstance(name, str), APPLY, _NAME, name, hint)
                 if global_step is not None:
-                    is_variable = isinstance(global_step, Variable)
-                    expect(is_variable, APPLY, _GLOBAL_STEP, global_step)
+                    what = "`global_step` to be a `mpidist.Variable`"
+                    expect(isinstance(global_step, Variable), APPLY, what, global_step)
                 gradients, variables = split_pairs(pairs)
                 found = group_for(variables, self._index, self._group, APPLY)
                 group, is_cross_replica = found
@@ -523,7 +522,7 @@ class Optimizer:
                 self._restored = None
             self._state, self._group, self._index = state, group, state.index
             self._iterations = state.iterations
-            _known.get()[_identity(state.iterations)] = self
+            _known.get()[storage_of(state.iterations)] = self
 
     def _apply(
         self,
@@ -591,17 +590,12 @@ def _check_rate(call: str, rate: object) -> float:
     )
 
 
-def _identity(iterations: Variable) -> Hashable:
-    storage = storage_of(iterations)
-    return (storage.group.number, storage.key)
-
-
 def _find(group: ReplicaGroup, reference: _Reference, call: str) -> Optimizer:
     """Return this rank's optimizer. All ranks raise if one has none, or another one."""
     iterations, number, text = reference
-    identity = number if iterations is None else _identity(iterations)
-    found = _known.get().get(identity)
-    mine = "" if found is None else found._reference()[2]
+    key = number if iterations is None else storage_of(iterations)
+    found = _known.get().get(key)
+    mine = "" if found is None else found._text
     if found is None or mine != text:
         with group.guard.checking(call):
             raise RuntimeError(

@@ -4,18 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from launching import run_python
-from replicas import SUM, context, make, merge, own, raises_everywhere
+from replicas import ON_TWO, SUM, context, make, merge, own, raises_everywhere
 
 import mpidist
 from mpidist._base import guests
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.one_size,
-    pytest.mark.guests,
-    pytest.mark.replicas(2),
-    pytest.mark.usefixtures("two_replicas"),
-]
+pytestmark = [pytest.mark.guests, *ON_TWO]
 
 DTYPES = [np.float32, np.float16, np.int32, np.uint8, np.complex64, ml_dtypes.bfloat16]
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from replicas import raises_everywhere
+from replicas import ON_TWO, raises_everywhere
 
 import mpidist
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.one_size,
-    pytest.mark.guests,
-    pytest.mark.replicas(2),
-    pytest.mark.usefixtures("two_replicas"),
-]
+pytestmark = [pytest.mark.guests, *ON_TWO]
 
 
 def make_params(jax, value):

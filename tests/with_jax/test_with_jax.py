@@ -4,26 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from replicas import everywhere, make, raises_everywhere, wait_for_reports
+from replicas import ON_TWO, everywhere, make, raises_everywhere, wait_for_reports
 
 import mpidist
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.one_size,
-    pytest.mark.guests,
-    pytest.mark.replicas(2),
-    pytest.mark.usefixtures("two_replicas"),
-]
+pytestmark = [pytest.mark.guests, *ON_TWO]
 
 ROWS = 16
-
-
-@pytest.fixture
-def mj(jax):
-    import mpidist.jax
-
-    return mpidist.jax
 
 
 def parameters(jax, seed=0):

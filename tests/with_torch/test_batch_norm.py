@@ -4,17 +4,11 @@ import copy
 import pickle
 
 import pytest
-from replicas import everywhere, raises_everywhere
+from replicas import ON_TWO, everywhere, raises_everywhere
 
 import mpidist
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.one_size,
-    pytest.mark.guests,
-    pytest.mark.replicas(2),
-    pytest.mark.usefixtures("two_replicas"),
-]
+pytestmark = [pytest.mark.guests, *ON_TWO]
 
 # Of rank 0; the others have the rest of 8 rows.
 SPLITS = [4, 7, 8]

@@ -6,17 +6,11 @@ import functools
 
 import numpy as np
 import pytest
-from replicas import everywhere, raises_everywhere, split
+from replicas import ON_TWO, everywhere, raises_everywhere, split
 
 import mpidist
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.one_size,
-    pytest.mark.guests,
-    pytest.mark.replicas(2),
-    pytest.mark.usefixtures("two_replicas"),
-]
+pytestmark = [pytest.mark.guests, *ON_TWO]
 
 
 class Training:

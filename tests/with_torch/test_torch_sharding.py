@@ -8,7 +8,7 @@ import pickle
 import re
 
 import pytest
-from replicas import assert_usable, everywhere, raises_everywhere, split
+from replicas import ON_TWO, assert_usable, everywhere, raises_everywhere, split
 
 import mpidist
 from mpidist import elastic, testing
@@ -31,17 +31,9 @@ def on_ranks(function):
 
 
 def on_two(function):
-    two = pytest.mark.usefixtures("two_replicas")
-    for mark in (pytest.mark.mpi, pytest.mark.one_size, pytest.mark.replicas(2), two):
+    for mark in ON_TWO:
         function = mark(function)
     return function
-
-
-@pytest.fixture
-def mt(torch):
-    import mpidist.torch
-
-    return mpidist.torch
 
 
 def make_model(torch, dtype="float64"):

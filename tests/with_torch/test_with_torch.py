@@ -4,27 +4,14 @@ import os
 
 import numpy as np
 import pytest
-from replicas import everywhere, raises_everywhere, split, wait_for_reports
+from replicas import ON_TWO, everywhere, raises_everywhere, split, wait_for_reports
 
 import mpidist
 from mpidist._base import hints, nest, remedies
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.one_size,
-    pytest.mark.guests,
-    pytest.mark.replicas(2),
-    pytest.mark.usefixtures("two_replicas"),
-]
+pytestmark = [pytest.mark.guests, *ON_TWO]
 
 ROWS = 16
-
-
-@pytest.fixture
-def mt(torch):
-    import mpidist.torch
-
-    return mpidist.torch
 
 
 def make_model(torch, seed=0):
