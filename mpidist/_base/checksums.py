@@ -23,6 +23,8 @@ _MOST_WORDS: Final = 8192
 _LEAST_STEP: Final = 8
 SAMPLED_BYTES: Final = 2**20
 _FEW_VALUES: Final = 6
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # spreads sums of words over all bits
+_MASK: Final = 2**62 - 1
 
 
 def summarize(x: Array, most_bytes: int | None = None) -> str:
@@ -70,11 +72,6 @@ def fingerprint_of_array(x: Array, seed: int) -> int:
     return _look_at(backend.value_bytes(x), ord(x.dtype.char))(seed)
 
 
-def _mixed(char: int, ends: int, total: int) -> int:
-    """Return 62 bits of a dtype, a checksum of the ends and a sum of words."""
-    return (total * 0x9E3779B97F4A7C15 + (char << 32 | ends)) & 0x3FFFFFFFFFFFFFFF
-
-
 def fingerprinter(x: Array) -> Callable[[int], int]:
     """Return a function that returns `fingerprint_of_array` for a seed.
 
@@ -101,6 +98,7 @@ def _look_at(raw: Array, char: int) -> Callable[[int], int]:
     def look(seed: int) -> int:
         some = words[seed % step :: step] if step > 1 else words
         total = int(some.sum(dtype=np.uint64))
-        return _mixed(char, checksum(host(last), checksum(host(first))), total)
+        ends = char << 32 | checksum(host(last), checksum(host(first)))
+        return (total * _GOLDEN + ends) & _MASK
 
     return look

@@ -120,16 +120,6 @@ def new_event() -> Event:
     return sys.modules["cupy"].cuda.Event(disable_timing=True)
 
 
-def start_copy_to_host(x: DeviceArray, host: HostArray, stream: Stream) -> None:
-    """Queue a copy of ``x`` into page-locked memory of its dtype and shape."""
-    x.get(stream=stream, out=host, blocking=False)
-
-
-def start_copy_to_device(host: HostArray, x: DeviceArray, stream: Stream) -> None:
-    """Queue a copy of page-locked memory into ``x``, of its dtype and shape."""
-    x.set(host, stream=stream)
-
-
 def gpu_bus_id(device: Device) -> str:
     """Return the PCI address of a GPU, which does not depend on its number."""
     return str(sys.modules["cupy"].cuda.Device(device.index).pci_bus_id)

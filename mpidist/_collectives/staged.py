@@ -68,7 +68,7 @@ class HostMemory:
                 continue
             raw = backend.as_bytes(backend.contiguous(x))
             host = memory[at : at + raw.size]
-            gpus.start_copy_to_host(raw, host, gpus.current_stream())
+            raw.get(stream=gpus.current_stream(), out=host, blocking=False)
             kept.append(raw)  # until it is read: it may be a copy
             hosts.append(backend.from_bytes(host, x.dtype, tuple(x.shape)))
             at = end
@@ -81,7 +81,7 @@ def store(host: HostArray, x: DeviceArray) -> None:
     """Queue the copy of an array that is not page-locked to the current GPU."""
     if x.size:
         raw = backend.as_bytes(backend.contiguous(host))
-        gpus.start_copy_to_device(raw, backend.as_bytes(x), gpus.current_stream())
+        backend.as_bytes(x).set(raw, stream=gpus.current_stream())
 
 
 class StagedTransport(Transport):
