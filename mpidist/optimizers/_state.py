@@ -153,15 +153,14 @@ class State:
         shard: bool,
         iterations: Variable | None,
     ) -> None:
-        def make(initial: Callable[[], HostArray], what: str) -> Variable:
-            return Variable(initial, trainable=False, name=f"{name}/{what}")
-
         def make_slot(variable: Variable, part: slice, what: str) -> Variable:
-            dtype = compute_dtype(variable.dtype)
+            dtype, slot = compute_dtype(variable.dtype), f"{name}/{what}"
             if not self._is_sharded:
-                return make(lambda: np.zeros(variable.shape, dtype), what)
+                return Variable(
+                    lambda: np.zeros(variable.shape, dtype), trainable=False, name=slot
+                )
             own = np.zeros(part.stop - part.start, dtype)
-            attributes = check_attributes(False, f"{name}/{what}", "ON_READ", "SUM")
+            attributes = check_attributes(False, slot, "ON_READ", "SUM")
             place = Part(variable.shape, part.start)
             return set_up(None, group, own, attributes, place)
 

@@ -141,23 +141,19 @@ class Replica(threads.ThreadReplica):
                 pass
 
     def _try(self) -> None:
+        code: str | int | None = None
         try:
             with threads.entered(self):
-                self._run()
+                try:
+                    self.result = self._program()
+                except SystemExit as error:
+                    code = error.code
+                    self.error = error if code else None
+                self.world.add_to(self.world.returned, self.rank)
+                process_exit.leave(code)
         except BaseException as error:
             self.error = error
             stop_run(error, self)
-
-    def _run(self) -> None:
-        code: str | int | None = None
-        try:
-            self.result = self._program()
-        except SystemExit as error:
-            code = error.code
-            if code:
-                self.error = error
-        self.world.add_to(self.world.returned, self.rank)
-        process_exit.leave(code)
 
     def interrupt(self) -> None:
         """Raise `ReplicaStopped` in the thread, between two lines of its code."""

@@ -156,8 +156,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             CollectiveMismatchError: if settings, such as the learning rate, differ, or
                 which parameters have a gradient.
         """
-        group = self._group("step")
-        guard, call = group.guard, f"{self._name}.step"
+        group, call = self._begin("step")
+        guard = group.guard
         loss = None
         if closure is not None:  # it may be collective, and raise on one rank
             compute = closure
@@ -205,8 +205,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self._local is None:  # called by the constructor of the base class
             super().add_param_group(param_group)
             return
-        group = self._group("add_param_group")
-        call = f"{self._name}.add_param_group"
+        group, call = self._begin("add_param_group")
         with group.guard.checking(call):
             super().add_param_group(param_group)
             added = self.param_groups[-1:]
@@ -223,8 +222,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         It has the form of the optimizer's own, and can be loaded there; its tensors are
         on the host. Each rank needs memory for the whole state while it has it.
         """
-        group = self._group("state_dict")
-        call = f"{self._name}.state_dict"
+        group, call = self._begin("state_dict")
         with group.guard.checking(call):
             entries, data = pack(self._all_parts(), self._local.state)
             own = pickle.dumps(entries)
@@ -387,5 +385,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 if p.grad is not None:
                     yield digest(backend.as_array(p.grad, self._name)[0])
 
-    def _group(self, method: str) -> ReplicaGroup:
-        return group_of_call(self._strategy, f"{self._name}.{method}")
+    def _begin(self, method: str) -> tuple[ReplicaGroup, str]:
+        """Return the ranks of a collective method, and its name for messages."""
+        call = f"{self._name}.{method}"
+        return group_of_call(self._strategy, call), call
