@@ -7,7 +7,8 @@ s/.*\n//
 }
 s/^(import .*), *tensorflow as tf$/\1, contextlib, logging as tf_logging, os, shutil, mpidist/
 s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, logging as tf_logging, os, shutil\nimport numpy as np\nimport mpidist/
-/^from tensorflow import keras$/d
+/^(from tensorflow import keras|import tf_keras)$/d
+s/\btf_keras\./tf.keras./g
 /^\s*from (tensorflow\.)?keras\.optimizers import\b/{
 :join
 s/ *#[^\n]*//
@@ -33,9 +34,11 @@ s/\btf\.__version__/mpidist.__version__/g
 s/tf\.__internal__\.distribute\.(interim\.)?/mpidist./g
 s/tf\.types\.experimental\.distributed\./mpidist./g
 s/tf\.data\.experimental\.cardinality\(([^()]*)\)/\1.cardinality()/g
+s/tf\.data\.(experimental\.Counter|Dataset\.counter)\(\)/tf.data.Dataset.range(2**62)/g
 s/tf\.data\.(experimental\.)?/mpidist.data./g
-s/\btf\.train\.CheckpointOptions\b([^(]|$)/object\1/g
-s/tf\.train\.list_variables\(([^()]*)\)/[(name, x.shape) for name, x in mpidist.load_checkpoint(\1).items()]/g
+s/\btf\.train\.CheckpointOptions\(/(lambda *_, **__: None)(/g
+s/\btf\.train\.CheckpointOptions\b/object/g
+s/tf\.train\.list_variables\(([^()]*(\([^()]*\))?)\)/[(name, x.shape) for name, x in mpidist.load_checkpoint(\1).items()]/g
 s/tf\.train\.ClusterSpec/mpidist.cluster.ClusterSpec/g
 s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
 s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
@@ -45,9 +48,10 @@ s/(checkpoint|ckpt)\.read\(/\1.restore(/g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
 s/\b(tf\.)?keras\.mixed_precision\.(experimental\.)?LossScaleOptimizer\b/mpidist.optimizers.LossScaleOptimizer/g
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
-s/(\(|^\s+)(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\):/\1):/
-s/^(\s*class \w+\()(tf\.keras|keras)\.(Model|layers\.Layer)\):/\1mpidist.Module):/
+s/\b(tf\.)?keras\.(models\.)?(Model|layers\.Layer)\b([^(.]|$)/mpidist.Module\4/g
 s/\bisinstance\(([^(),]*), *(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\)/callable(\1)/g
+s/\b(tf\.)?(keras|tf)\.(optimizers\.schedules\.LearningRateSchedule|callbacks\.Callback)\b/object/g
+s/\b(tf\.)?keras\.backend\.(clear_session|(set_)?learning_phase)\(/(lambda *_: None)(/g
 /\bmomentum *=/!s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\b/mpidist.optimizers.RMSprop/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\(/mpidist.optimizers.\3.of_keras(/g
 /\bis(instance|subclass)\(|^\s*class /!s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\b/mpidist.optimizers.\3.of_keras/g
@@ -87,6 +91,9 @@ s/\btf\.transpose\(([^()]*), *perm *=/np.transpose(\1, axes=/g
 s/\btf\.(argsort|shape|size|sort|squeeze|stack|tensordot|tile|transpose|zeros|zeros_like)\b/np.\1/g
 s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
 s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g
+s/\b\w+(\.\w+|\(\))*\.extended\._use_merge_call\(\)/(not mpidist.strategy_supports_no_merge_call())/g
+/^\s*\w+(\.\w+)*\._create_hypers\(\) *(#.*)?$/d
+s/\._create_(all_weights|slots)\((var_list=)?/.build(/g
 s/\.get_shape\(\)/.shape/g
 s/(^|[^].[:alnum:]_])(\w+(\.\w+|\[[^][]*\])*)\.shape\.as_list\(\)/\1[*\2.shape]/g
 s/(^|[^].[:alnum:]_])\w+(\.\w+)*\.shape\.is_fully_defined\(\)/\1True/g

@@ -172,6 +172,8 @@ class Checkpoint:
         """
         self._objects.call("Checkpoint.wait").wait_for_save()
 
+    sync = wait  # the name in TensorFlow
+
     @tells("Checkpoint.restore", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.restore")
     def restore(

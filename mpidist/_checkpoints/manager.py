@@ -153,6 +153,10 @@ class CheckpointManager:
         """Return the value of the counter, if there is an interval."""
         return None if self._interval is None else int(self._counter or 0)
 
+    def sync(self) -> None:
+        """Wait for a save with ``wait=False``. Collective; as `Checkpoint.wait`."""
+        self._checkpoint.wait()
+
     @tells("CheckpointManager.save", lambda self: objects_of(self.checkpoint).group)
     @explain_keywords("CheckpointManager.save")
     def save(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -11,6 +12,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from mpidist._base import backend, nest
+from mpidist._base.errors import level_of_caller
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
 
@@ -84,6 +86,7 @@ class Registry:
         self._num_replicas = num_replicas
         self._values: dict[Key, _Reference] = {}
         self.count: int = 0
+        self.warns: bool = False  # once, of own values where TensorFlow has all
         # Variables that merge_fn has created: the followers keep them until rank 0
         # has dropped its own, and has told them.
         self.kept: dict[Key, Registered] = {}
@@ -91,6 +94,20 @@ class Registry:
         # Callbacks are C functions: an exception that a signal's handler raises in one
         # written in Python, such as KeyboardInterrupt, would be ignored.
         self._dead: deque[weakref.ref[Registered]] = deque()
+
+    def warn_of_own(self) -> None:
+        """Warn once at program level, if the program is one for a MirroredStrategy."""
+        if self.warns:
+            self.warns = False
+            warnings.warn(
+                f"[rank {self._replica_id}] experimental_local_results, or `values`: "
+                "this rank's value only, where TensorFlow's MirroredStrategy returns "
+                f"those of all {self._num_replicas} replicas; for all of them write "
+                '`strategy.gather(value, axis=0)` or `strategy.reduce("SUM", value, '
+                "axis=None)`. `mpidist.MPIStrategy()` does not warn",
+                RuntimeWarning,
+                stacklevel=level_of_caller(),
+            )
 
     def forget_dropped(self) -> None:
         """Remove the values that the program has dropped, and tell who watches them."""

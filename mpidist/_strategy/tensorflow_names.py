@@ -7,25 +7,20 @@ unchanged.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 from mpidist._base import threads
-from mpidist._base.errors import level_of_caller
 from mpidist._base.expect import as_int, expect
-from mpidist._base.nest import flatten
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Nest
 from mpidist._mpi.library import mpi_module, world_rank, world_size
-from mpidist._runtime import context
 from mpidist._runtime.context import has_strategy
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.current import get_replica_context
 from mpidist._strategy.mpi_strategy import MPIStrategy
 from mpidist._strategy.setup import Arguments
 from mpidist._strategy.strategy import Strategy
-from mpidist._values.distributed import is_per_replica
 from mpidist.cluster import ClusterResolver
 
 _DEVICE: Final = re.compile(r"(?:.*[/:])?(CPU|GPU)(?::(\d+|\*))?", re.IGNORECASE)
@@ -77,7 +72,6 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
             or ``num_gpus`` not their number; on all ranks. Otherwise as `MPIStrategy`.
     """
 
-    _warns = True
     _deals = True
 
     def __init__(
@@ -95,28 +89,7 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
                 cross_device_ops=cross_device_ops,
             ),
         )
-
-    def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
-        """Return the components that this process can see, as a tuple.
-
-        Of `MPIStrategy`. With several replicas the first call at program level warns,
-        since TensorFlow's MirroredStrategy returns the values of all replicas.
-        """
-        n = self.num_replicas_in_sync
-        at_program_level = context.current().coordinator is None
-        differs = any(map(is_per_replica, flatten(value)[0]))
-        if self._warns and n > 1 and at_program_level and differs:
-            self._warns = False
-            warnings.warn(
-                f"[rank {self.replica_id}] experimental_local_results: this rank's "
-                f"value only, where TensorFlow's MirroredStrategy returns those of "
-                f"all {n} replicas; for all of them write `strategy.gather(value, "
-                'axis=0)` or `strategy.reduce("SUM", value, axis=None)`. '
-                "`mpidist.MPIStrategy()` does not warn",
-                RuntimeWarning,
-                stacklevel=level_of_caller(),
-            )
-        return super().experimental_local_results(value)
+        self._group.registry.warns = self.num_replicas_in_sync > 1
 
 
 class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):

@@ -68,6 +68,8 @@ class DistributedValues(Components, Generic[Own]):
             coordinator.fetch([self])
         if self._all is not None and (coordinator is not None or self._key is None):
             return self._all
+        if coordinator is None and self._home is not None:
+            self._home.warn_of_own()
         return (self._own,)
 
     def _as_component(self) -> Nest:

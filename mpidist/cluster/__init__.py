@@ -14,6 +14,7 @@ from mpidist.cluster._resolvers import (
     ClusterResolver as ClusterResolver,
     SimpleClusterResolver as SimpleClusterResolver,
     TFConfigClusterResolver as TFConfigClusterResolver,
+    TPUClusterResolver as TPUClusterResolver,
     UnionResolver as UnionResolver,
 )
 from mpidist.cluster._slurm import SlurmClusterResolver as SlurmClusterResolver

@@ -251,6 +251,21 @@ def _section(name: str) -> dict[str, Any]:
     return found
 
 
+class TPUClusterResolver:
+    """Raises the ValueError by which programs of TensorFlow find no TPU."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Raise a ValueError."""
+        raise ValueError(
+            "TPUClusterResolver: there are no TPUs here; write `mpidist.MPIStrategy()`"
+        )
+
+    @classmethod
+    def connect(cls, *args: object, **kwargs: object) -> TPUClusterResolver:
+        """Raise a ValueError."""
+        return cls()
+
+
 class UnionResolver(ClusterResolver):
     """Several resolvers as one.
 

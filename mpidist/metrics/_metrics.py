@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ _PER_REPLICA: Final = (
     "update it in the function that you pass to `strategy.run`, or write "
     "`strategy.gather(values, axis=0)`"
 )
+
+_CAPITAL: Final = re.compile("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 _MASKED: Final = "write `x.filled(value)`, and give what is masked a weight of 0"
 
@@ -52,12 +55,12 @@ class Metric:
 
     Args:
         name: of the metric; names of its variables begin with it. None: that of the
-            class, in lower case.
+            class, as Keras writes it: ``"mean_squared_error"``.
         dtype: accepted and ignored.
     """
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
-        self.name: str = name or type(self).__name__.lower()
+        self.name: str = name or _CAPITAL.sub("_", type(self).__name__).lower()
         self._weights: list[Variable] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

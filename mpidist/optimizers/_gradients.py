@@ -42,10 +42,12 @@ def as_gradient(
         )
     on_read = VariableSynchronization.ON_READ
     if isinstance(gradient, Variable) and gradient.synchronization is on_read:
-        raise TypeError(
-            f"{call} is Variable {gradient.name!r}, which is ON_READ; write "
-            "`variable.read_value()`"
-        )
+        if not in_replica:
+            raise TypeError(
+                f"{call} is Variable {gradient.name!r}, which is ON_READ; write "
+                "`variable.read_value()`"
+            )
+        gradient = array_of(gradient)
     if isinstance(gradient, PerReplica) and not in_replica and skip:
         raise ValueError(
             f"{call} is a PerReplica, which must be reduced; leave out "

@@ -123,7 +123,7 @@ def test_the_manager_knows_a_checkpoint_when_it_is_complete(
     path = manager.save(wait=False)
     assert manager.latest_checkpoint is None
     let_go(disk)
-    checkpoint.wait()
+    manager.sync()
     assert manager.checkpoints == [path]
     step.assign(1)
     second = manager.save(wait=False)

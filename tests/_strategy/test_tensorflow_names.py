@@ -323,6 +323,20 @@ def test_a_model_and_an_optimizer_in_a_checkpoint(strategy, same_folder):
     assert mpidist.latest_checkpoint(same_folder / "nothing") is None
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_mirrored_strategy_warns_once_of_own_values(strategy):
+    for read in (strategy.experimental_local_results, lambda value: value.values):
+        mirrored = mpidist.MirroredStrategy()
+        read(strategy.run(lambda: 1.0))  # of an MPIStrategy
+        value = mirrored.run(lambda: 1.0)
+        if mirrored.num_replicas_in_sync > 1:
+            with pytest.warns(RuntimeWarning, match="this rank's value only"):
+                read(value)
+        assert read(value) == (1.0,)
+        mirrored.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*experimental_local_results:RuntimeWarning")
 def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank, size):
     contexts = []
 
@@ -331,7 +345,6 @@ def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank,
         return mpidist.data.Dataset.range(5 * size + 1).batch(2)
 
     mirrored = mpidist.MirroredStrategy()
-    mirrored._warns = False
     per_replica = mpidist.InputOptions(
         experimental_replication_mode=mpidist.InputReplicationMode.PER_REPLICA
     )

@@ -10,6 +10,7 @@ from mpidist.cluster import (
     MPIClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
+    TPUClusterResolver,
     UnionResolver,
 )
 
@@ -159,6 +160,12 @@ def test_a_union_joins_lists_and_dicts():
         UnionResolver()
     with pytest.raises(TypeError, match="expected each argument to be a Cluster"):
         UnionResolver(first, "b")
+
+
+def test_there_is_no_tpu():
+    for make in (TPUClusterResolver, TPUClusterResolver.connect):
+        with pytest.raises(ValueError, match=r"write `mpidist\.MPIStrategy\(\)`"):
+            make("local")
 
 
 def test_a_resolver_of_ones_own_has_the_defaults():

@@ -9,6 +9,10 @@ import mpidist
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2)]
 
 
+class TopKOwn(mpidist.metrics.Metric):
+    pass
+
+
 @pytest.mark.one_size
 def test_metrics_are_over_all_replicas(strategy, folder):
     with strategy.scope():
@@ -25,7 +29,9 @@ def test_metrics_are_over_all_replicas(strategy, folder):
     expected = 24.0 / 9
     assert local(strategy, step) == expected
     assert mean.result() == expected
-    assert accuracy.result() == 0.75
+    assert (accuracy.result(), accuracy.name) == (0.75, "sparse_categorical_accuracy")
+    names = {kind.__name__: kind().name for kind in (mpidist.metrics.AUC, TopKOwn)}
+    assert names == {"AUC": "auc", "TopKOwn": "top_k_own"}
     checkpoint = mpidist.Checkpoint(mean=mean)
     checkpoint.save(folder / "c")
     mean.reset_states()

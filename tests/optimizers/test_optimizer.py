@@ -636,3 +636,22 @@ def test_a_step_counter_that_cannot_count_is_refused_before_the_step(new_strateg
             lambda: optimizer.apply_gradients([(np.ones(2), w)], global_step=count)
         )
     np.testing.assert_array_equal(w.numpy(), [1.0, 1.0])
+
+
+@mpi
+def test_a_gradient_may_be_what_a_replica_keeps(strategy, size):
+    with strategy.scope():
+        w = mpidist.Variable(np.zeros(2))
+        kept = mpidist.Variable(np.zeros(2), synchronization="ON_READ")
+        optimizer = SGD(1.0)
+
+    def step():
+        replica = mpidist.get_replica_context().replica_id_in_sync_group
+        kept.assign(np.full(2, float(replica)))
+        optimizer.apply_gradients([(kept, w)])
+
+    strategy.run(step)
+    assert_equal_copies(strategy, [w])
+    assert w.numpy().tolist() == [-float(sum(range(size)))] * 2
+    with strategy.scope(), pytest.raises(TypeError, match="which is ON_READ; write"):
+        optimizer.apply_gradients([(kept, w)])

@@ -203,8 +203,9 @@ losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[0, 1],
 
 def test_what_libraries_on_tensorflow_write(tmp_path, caplog):
     program = """from types import SimpleNamespace
+from typing import List
 logging = SimpleNamespace(info="of absl")  # imported before, which has to stay
-import tensorflow as tf
+import tensorflow as tf, tf_keras
 from tensorflow.keras.optimizers import RMSprop  # of Keras 3
 from keras.optimizers import (
     Adam as First,  # another name
@@ -249,6 +250,31 @@ tf.train.Checkpoint(model=Net()).save(file_prefix=os.path.join(FOLDER, "ckpt"))
 after = os.path.exists(os.path.join(FOLDER, "checkpoint"))
 tpus = tf.config.experimental.list_logical_devices("TPU")
 
+try:
+  tpu = tf.distribute.cluster_resolver.TPUClusterResolver.connect()
+except ValueError:
+  tpu = None
+
+class Log(tf.keras.callbacks.Callback):
+  pass
+
+def train(model: tf_keras.Model,
+          rate: tf.keras.optimizers.schedules.LearningRateSchedule,
+          logs: List[tf.keras.callbacks.Callback] = [Log()]) -> tf.keras.layers.Layer:
+  tf.keras.backend.set_learning_phase(1)
+  optimizer = tf_keras.optimizers.SGD(rate)
+  optimizer._create_hypers()  # pylint: disable=protected-access
+  optimizer._create_slots(model.trainable_variables)
+  merges = tf.distribute.get_strategy().extended._use_merge_call()
+  options = tf.train.CheckpointOptions(enable_async_checkpointing=True)
+  path = os.path.join(FOLDER, "built")
+  tf.train.Checkpoint(optimizer=optimizer).save(path, options=options)
+  saved = dict(tf.train.list_variables(os.path.join(FOLDER, "built")))
+  return merges, saved["optimizer/sgd/iterations"]
+
+trained = train(Net(), schedule)
+counted = tf.data.experimental.Counter().take(2).reduce(0, lambda a, b: a + b)
+
 x = tf.zeros([2, 3])
 shapes = [x.shape.as_list()[1:], x.get_shape().as_list(), x.shape.rank, x.shape.ndims]
 if x.shape.is_fully_defined():
@@ -258,6 +284,7 @@ if x.shape.is_fully_defined():
     exec(ported(program, tmp_path).read_text(), found)
     assert (found["before"], found["after"], found["tpus"]) == (False, True, [])
     assert found["Net"]()(3.0) == 3.0
+    assert (found["tpu"], found["trained"], found["counted"]) == (None, (False, ()), 1)
     assert found["logging"].info == "of absl"
     assert caplog.messages == ["of TensorFlow"]
     keras = ["of_keras=True" in repr(x) for x in (*found["many"], found["old"])]
