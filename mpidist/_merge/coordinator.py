@@ -13,7 +13,7 @@ from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names, object_parts
 from mpidist._merge.commands import Update
-from mpidist._merge.updates import UpdateBatch, wrap
+from mpidist._merge.updates import UpdateBatch, run_update, wrap
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -140,13 +140,13 @@ class Coordinator:
         ranks, and the operation is not run.
         """
         if not self._several:
-            return self._execute(name, args)
+            return self._execute(dispatch.execute, name, args)
         try:
             content, arrays = self._write(name, args)
             self._send(name, content)
             if arrays:
                 self._together(self._group.collectives.send_arrays, arrays, name)
-            result = self._execute(name, args)
+            result = self._execute(dispatch.execute, name, args)
             if result is not None:
                 self.watch(result)
             return result
@@ -154,8 +154,9 @@ class Coordinator:
             self._interrupted(name, error)
             raise
 
-    def fetch(self, values: list[DistributedValues]) -> None:
-        """Gather the unknown components of these values to rank 0."""
+    def fetch(self, leaves: list[Nest]) -> None:
+        """Gather the unknown components of distributed values to rank 0, at once."""
+        values = [x for x in leaves if isinstance(x, DistributedValues)]
         unknown = [
             v for v in values if gathered(v) is None and not isinstance(v, Mirrored)
         ]
@@ -192,9 +193,9 @@ class Coordinator:
             if isinstance(leaf, DistributedValues):
                 self._registry.watch(leaf, self._dropped)
 
-    def _execute(self, name: str, args: tuple[Any, ...]) -> Any:
+    def _execute(self, function: Callable[..., Any], *args: Any) -> Any:
         with context.entered(self._group.cross_frame):
-            return self._together(dispatch.execute, self._group, name, args)
+            return self._together(function, self._group, *args)
 
     def _together(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that all ranks call."""
@@ -227,7 +228,7 @@ class Coordinator:
         """
         own, grouped = update.check(), update.grouped
         if not self._several:
-            return self._execute("update", tuple(update))
+            return self._execute(run_update, update)
         try:
             content, arrays = self._write("update", tuple(update))
             if own:

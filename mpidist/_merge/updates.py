@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
 from mpidist._agreement.sections import SectionResult, join
@@ -49,7 +49,7 @@ from mpidist._base.fingerprint import (
 )
 from mpidist._base.types import Array, Nest
 from mpidist._merge.commands import Update
-from mpidist._runtime import context, dispatch
+from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import Mirrored, PerReplica
 from mpidist._values.storage import VariableStorage
@@ -260,32 +260,16 @@ class UpdateBatch(SectionResult):
         )
 
 
-@dispatch.operation("update")
-def _update(group: ReplicaGroup, *fields: Any) -> Nest:
-    """Run an update that all ranks call."""
-    update = Update(*fields)
-    result = _run_alone(group, update)
-    # Counted now: if it has failed, some rank may not have made this call.
-    return wrap(group, result, group.registry.next_key(), update.grouped)
+def run_update(group: ReplicaGroup, update: Update, *, own: bool = False) -> Nest:
+    """Run an update that all ranks call, as a batch of one; return its result.
 
-
-def update_in_replica(group: ReplicaGroup, update: Update) -> Nest:
-    """Run an update in a replica function, with the replica's own arguments.
-
-    Collective. Returns the result of the function on this replica.
-    """
-    result = _run_alone(group, update, own=True)
-    group.registry.next_key()  # as for each update
-    return result
-
-
-def _run_alone(group: ReplicaGroup, update: Update, *, own: bool = False) -> Nest:
-    """Run an update as a batch of one; return the result of its function.
+    Collective.
 
     Args:
         group: the ranks.
         update: the update.
-        own: whether each rank may have arguments of its own.
+        own: whether it is called in a replica function, where each rank may have
+            arguments of its own. The result is then that of this replica.
     """
     batch = UpdateBatch(group)
     result: Nest = None
@@ -308,7 +292,9 @@ def _run_alone(group: ReplicaGroup, update: Update, *, own: bool = False) -> Nes
     error = batch.end(update.describe())
     if error is not None:
         raise error
-    return result
+    # Counted now: if it has failed, some rank may not have made this call.
+    number = group.registry.next_key()
+    return result if own else wrap(group, result, number, update.grouped)
 
 
 def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:

@@ -18,7 +18,7 @@ from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Args, Kwargs, Nest
 from mpidist._merge.commands import Update
-from mpidist._merge.updates import update_in_replica
+from mpidist._merge.updates import run_update
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -27,7 +27,7 @@ from mpidist._runtime.registry import component
 from mpidist._strategy import operations as operations  # registers them
 from mpidist._strategy.contexts import MultiStepContext, Steps
 from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
-from mpidist._values.components import check_owner, fetch, results_of_leaf
+from mpidist._values.components import check_owner, results_of_leaf
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
@@ -464,7 +464,7 @@ class StrategyExtended:
             if context.is_in_replica(self._group) and isinstance(var, Variable):
                 check_owner(self._group, "update", var)
                 update = Update(var, fn, args, kwargs, False)
-                result = update_in_replica(self._group, update)
+                result = run_update(self._group, update, own=True)
                 return result if group else (result,)
             frame = context.require_cross_replica(self._group, "update")
             if not isinstance(var, Variable) or (
@@ -488,10 +488,11 @@ class StrategyExtended:
         if frame.coordinator is not None:
             result = frame.coordinator.update(update)
         else:
-            result = dispatch.execute(self._group, "update", tuple(update))
+            result = run_update(self._group, update)
         if update.grouped:
             return result
-        fetch(frame.coordinator, nest.flatten(result)[0])
+        if frame.coordinator is not None:
+            frame.coordinator.fetch(nest.flatten(result)[0])
         return nest.map_structure(results_of_leaf, result)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
@@ -79,14 +78,9 @@ class ReplicaContext:
         self._entered.append(manager)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the context that was current before."""
-        self._entered.pop().__exit__(kind, error, trace)
+        self._entered.pop().__exit__(*error)
 
     def __reduce__(self) -> tuple[type[ReplicaContext], tuple[Strategy, None]]:
         # When merge_fn returns it: on each rank the context of its own replica.

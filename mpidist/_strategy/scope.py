@@ -13,7 +13,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from mpidist._base import threads
@@ -49,21 +48,16 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
         self._entered.append((frame, creators.current()))
         return self._strategy
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the scope, unless a later one is still open."""
         frame, before = self._entered[-1]
-        if kind is None and creators.current() != before:
+        if error[0] is None and creators.current() != before:
             raise RuntimeError(
                 f"Variable creator scope nesting error: the scope of {self._group} was "
                 "left inside a `variable_creator_scope` that was entered in it; leave "
                 "scopes in the reverse order, best with `with`"
             )
-        frame.__exit__(kind, error, trace)
+        frame.__exit__(*error)
         self._entered.pop()
 
 

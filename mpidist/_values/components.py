@@ -71,8 +71,8 @@ def local_results(group: ReplicaGroup, value: Nest) -> tuple[Nest, ...]:
     """Return the components that this process can see, one nest for each replica."""
     leaves, structure = nest.flatten(value)
     frame = context.current()
-    coordinator = frame.coordinator if frame.group is group else None
-    fetch(coordinator, leaves)
+    if frame.coordinator is not None and frame.group is group:
+        frame.coordinator.fetch(leaves)
     columns = [results_of_leaf(leaf) for leaf in leaves]
     distributed = [
         len(column)
@@ -84,12 +84,6 @@ def local_results(group: ReplicaGroup, value: Nest) -> tuple[Nest, ...]:
     return tuple(
         structure.unflatten([column[i] for column in columns]) for i in range(rows)
     )
-
-
-def fetch(coordinator: context.Commander | None, leaves: list[Nest]) -> None:
-    """Gather all of these values at once, on the coordinator."""
-    if coordinator is not None:
-        coordinator.fetch([x for x in leaves if isinstance(x, DistributedValues)])
 
 
 def results_of_leaf(leaf: Nest) -> tuple[Nest, ...]:
