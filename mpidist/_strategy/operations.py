@@ -285,32 +285,32 @@ def _broadcast_to(
 
 @dispatch.operation("gather")
 def _gather(group: ReplicaGroup, value: Nest, axis: int) -> Nest:
-    collectives = group.collectives
-    with collectives.guard.checking("Strategy.gather"):
-        group.registry.check("Strategy.gather", value)
-        own = component_of(value)
-    if differs(value):
-        return collectives.all_gather(own, axis, call="Strategy.gather")
-    with collectives.guard.checking("Strategy.gather"):
+    collectives, call = group.collectives, "Strategy.gather"
+    moves = differs(value)
+    with collectives.guard.checking(call):
+        group.registry.check(call, value)
+        # Not per replica: returned unchanged, not n times (as in TensorFlow).
+        own = component_of(value) if moves else own_component(value)
         if isinstance(value, (list, tuple, dict)):
             raise TypeError(
-                f"Strategy.gather: expected one PerReplica or array, got a "
+                f"{call}: expected one PerReplica or array, got a "
                 f"{type(value).__name__}; gather its parts one by one, or write "
                 "`all_gather` in the replica function, which takes nests"
             )
-        # Not per replica: returned unchanged, not n times (as in TensorFlow).
-        plain = own_component(value)
-        if isinstance(plain, IndexedSlices):
+        if not moves and isinstance(own, IndexedSlices):
             raise NotImplementedError(
-                "Strategy.gather does not support IndexedSlices; gather its `values` "
-                "and `indices`"
+                f"{call} does not support IndexedSlices; gather its `values` and "
+                "`indices`"
             )
-        backend.as_array(to_plain(plain), "Strategy.gather")
+        if not moves:
+            backend.as_array(to_plain(own), call)
+    if moves:
+        return collectives.all_gather(own, axis, call=call)
     if is_same(group, value):
-        collectives.guard.agree(Call("Strategy.gather of a value that is the same"))
+        collectives.guard.agree(Call(f"{call} of a value that is the same"))
     else:
-        collectives.check_plain("Strategy.gather", [to_plain(plain)])
-    return plain
+        collectives.check_plain(call, [to_plain(own)])
+    return own
 
 
 @dispatch.operation("distribute_values")

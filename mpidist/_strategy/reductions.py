@@ -132,7 +132,9 @@ def group_of_values(values: list[Nest]) -> ReplicaGroup:
     return context.current().group
 
 
-def root_of(group: ReplicaGroup, destinations: Destination) -> int | None:
+def root_of(
+    group: ReplicaGroup, destinations: Destination, call: str = "reduce_to"
+) -> int | None:
     """Return the rank of a device string; None for all other destinations.
 
     A string of `StrategyExtended.worker_devices`, or with a task of a job, is that of
@@ -147,11 +149,11 @@ def root_of(group: ReplicaGroup, destinations: Destination) -> int | None:
         return group.device_names.index(destinations) if group.is_mpi else None
     match = _DEVICE.fullmatch(destinations)
     if match is None or not destinations.strip("/"):
-        raise _not_a_destination(group, destinations)
+        raise _not_a_destination(group, destinations, call)
     if match["job"] == "localhost" or match["task"] is None:
         return None
     if int(match["task"]) >= group.num_replicas:
-        raise _not_a_destination(group, destinations)
+        raise _not_a_destination(group, destinations, call)
     return int(match["task"]) if group.is_mpi else None
 
 
@@ -159,26 +161,20 @@ def check_destinations(
     group: ReplicaGroup, destinations: Destination, call: str
 ) -> None:
     """Raise a ValueError if the destinations are invalid."""
+    everywhere = isinstance(destinations, (DistributedValues, ArrayLike))
     if isinstance(destinations, Variable):
         check_owner(group, call, destinations)
-        return
-    if isinstance(destinations, (DistributedValues, ArrayLike)):
-        return
-    if backend.is_array(destinations):
-        return
-    error = _not_a_destination(group, destinations)
-    if isinstance(destinations, str):
-        try:
-            root_of(group, destinations)
-            return
-        except ValueError as found:
-            error = found
-    raise ValueError(f"{call}: {error}")
+    elif isinstance(destinations, str):
+        root_of(group, destinations, call)
+    elif not (everywhere or backend.is_array(destinations)):
+        raise _not_a_destination(group, destinations, call)
 
 
-def _not_a_destination(group: ReplicaGroup, destinations: object) -> Exception:
+def _not_a_destination(
+    group: ReplicaGroup, destinations: object, call: str
+) -> ValueError:
     return ValueError(
-        "destinations must be a `mpidist.Variable`, a distributed value, an array, a "
-        f'device that every rank has, such as "/cpu:0", or one of '
+        f"{call}: destinations must be a `mpidist.Variable`, a distributed value, an "
+        f'array, a device that every rank has, such as "/cpu:0", or one of '
         f"{group.device_names}, got {destinations!r:.80}"
     )

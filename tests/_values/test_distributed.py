@@ -55,19 +55,6 @@ def test_a_result_that_some_replicas_do_not_have(strategy, rank):
 # --- what goes in ---------------------------------------------------------------------
 
 
-def test_what_a_function_closes_over_stays_per_replica(strategy, rank):
-    per_replica = strategy.run(lambda: np.full(2, rank))
-
-    def step():
-        assert type(per_replica) is mpidist.PerReplica
-        with pytest.raises(TypeError):
-            per_replica + 1
-        # In a replica context it converts to the replica's own component.
-        return np.asarray(per_replica)
-
-    np.testing.assert_array_equal(own(strategy, strategy.run(step)), [rank, rank])
-
-
 def test_per_replica_made_by_hand(strategy, rank, size):
     value = strategy.run(lambda: None)
     with strategy.scope():
@@ -81,17 +68,6 @@ def test_per_replica_made_by_hand(strategy, rank, size):
     np.testing.assert_array_equal(
         gathered, np.concatenate([np.full(i + 1, i) for i in range(size)])
     )
-
-
-@pytest.mark.one_size
-@pytest.mark.parametrize("args", [3, "ab", {"a": 1}, None, {1}, np.ones(2)], ids=repr)
-def test_args_must_be_a_tuple(strategy, args):
-    with pytest.raises(
-        ValueError, match="positional args must be a list or tuple"
-    ) as caught:
-        strategy.run(lambda *args: None, args=args)
-    assert "args=(value,)" in str(caught.value)
-    assert own(strategy, strategy.run(lambda x: x, args=(1,))) == 1
 
 
 @pytest.mark.one_size
