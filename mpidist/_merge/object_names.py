@@ -56,7 +56,6 @@ from mpidist._merge.object_parts import (
     Part,
     Step,
     function_in,
-    is_global,
     kind_of,
     mentioned_by,
     parts_of,
@@ -180,7 +179,7 @@ class Names:
 
     def _make_name(self, place: int, x: Any) -> Name | None:
         kind = kind_of(type(x))
-        if kind is None or not kind.named or (kind.has_module and is_global(x)):
+        if kind is None or not kind.named:
             return None
         aliases = []
         above = place

@@ -57,16 +57,13 @@ class Kind(NamedTuple):
     Attributes:
         parts: returns the objects directly in one.
         named: whether they have names; a tuple has none, but what is in it has.
-        has_module: whether they may be found by module and name instead.
     """
 
     parts: Callable[[Any], Iterable[Part]]
     named: bool = True
-    has_module: bool = False
 
 
 THING: Final = Kind(lambda x: ())  # the objects in it have no names
-_CLASS: Final = Kind(lambda x: (), has_module=True)
 _VALUES: Final = (
     bool,
     int,
@@ -102,9 +99,7 @@ def _find_kind(kind: type) -> Kind | None:
         return _PLAIN[kind]
     if issubclass(kind, _VALUES):
         return None
-    if issubclass(kind, type):
-        return _CLASS
-    if is_ours(kind):
+    if issubclass(kind, type) or is_ours(kind):
         return THING
     base = next((x for x in (list, tuple, dict) if issubclass(kind, x)), object)
     plain = _PLAIN.get(base, THING)
@@ -159,7 +154,7 @@ def _parts_of_function(function: types.FunctionType) -> list[Part]:
 
 
 _PLAIN: Final[dict[type, Kind]] = {
-    types.FunctionType: Kind(_parts_of_function, has_module=True),
+    types.FunctionType: Kind(_parts_of_function),
     types.MethodType: Kind(
         lambda x: (("__self__", x.__self__), ("__func__", x.__func__))
     ),
