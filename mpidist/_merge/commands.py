@@ -22,9 +22,6 @@ sent       number               another array, which is sent separately, from it
 
 In the arguments of a command lists, dicts and arrays are data: rank 0's are sent, also
 if merge_fn can reach them.
-
-Rejected: a second encoding for the usual commands, with marshal: it took 5 us less on
-rank 0 and 1 us less on the others, which a loop of 20 updates did not show.
 """
 
 from __future__ import annotations
@@ -219,10 +216,7 @@ class Writer:
     def culprit(
         self, fn: object, args: Sequence[Nest], kwargs: Mapping[str, Nest] | None
     ) -> str:
-        """Describe the part of a function and its arguments that cannot be sent.
-
-        Returns "" if each part can be sent by itself.
-        """
+        """Describe the part of a call that cannot be sent; "" if each can by itself."""
         for what, part in _parts_of(fn, args, kwargs or {}):
             try:
                 self.write((part,))
@@ -256,25 +250,6 @@ def _parts_of(
         found.append(("its function is an object", fn))
     found += [(f"it gets args[{i}]", x) for i, x in enumerate(args)]
     found += [(f"it gets kwargs[{key!r}]", x) for key, x in kwargs.items()]
-    return found
-
-
-def _data_in(content: Nest) -> dict[int, Nest]:
-    """Return the lists, dicts and arrays of a command, by their ids.
-
-    Only those in the arguments themselves, not those inside other objects.
-    """
-    found: dict[int, Nest] = {}
-    waiting = [content]
-    while waiting:
-        x = waiting.pop()
-        if type(x) in _NO_DATA:
-            continue
-        if isinstance(x, (list, tuple, dict)) and id(x) not in found:
-            found[id(x)] = x
-            waiting += x.values() if isinstance(x, dict) else x
-        elif backend.is_array(x):
-            found[id(x)] = x
     return found
 
 
@@ -342,7 +317,19 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
     @functools.cached_property
     def _data(self) -> dict[int, Nest]:
-        return _data_in(self._content)
+        """The lists, dicts and arrays in the arguments of a command, by their ids."""
+        found: dict[int, Nest] = {}
+        waiting = [self._content]
+        while waiting:
+            x = waiting.pop()
+            if type(x) in _NO_DATA:
+                continue
+            if isinstance(x, (list, tuple, dict)) and id(x) not in found:
+                found[id(x)] = x
+                waiting += x.values() if isinstance(x, dict) else x
+            elif backend.is_array(x):
+                found[id(x)] = x
+        return found
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not types.FunctionType:

@@ -45,8 +45,7 @@ class ReplicaContext:
         self, strategy: Strategy, replica_id_in_sync_group: int | None
     ) -> None:
         group = group_of(strategy)
-        own = group.replica_id
-        given = replica_id_in_sync_group
+        own, given = group.replica_id, replica_id_in_sync_group
         is_int = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
         if not (given is None or is_int):
             raise ValueError(
@@ -58,8 +57,6 @@ class ReplicaContext:
                 f"ReplicaContext: this rank hosts replica {own} of {strategy}, and "
                 f"cannot enter the context of replica {given}; write None for its own"
             )
-        self._strategy = strategy
-        self._replica_id = own
         self._entered: list[context.entered] = []
         self._group = group
         self._all_reduce = group.all_reduce
@@ -84,23 +81,23 @@ class ReplicaContext:
 
     def __reduce__(self) -> tuple[type[ReplicaContext], tuple[Strategy, None]]:
         # When merge_fn returns it: on each rank the context of its own replica.
-        return (ReplicaContext, (self._strategy, None))
+        return (ReplicaContext, (self.strategy, None))
 
     def __repr__(self) -> str:
         return (
-            f"<mpidist.ReplicaContext: replica {self._replica_id} of "
+            f"<mpidist.ReplicaContext: replica {self._group.replica_id} of "
             f"{self.num_replicas_in_sync}>"
         )
 
     @property
     def strategy(self) -> Strategy:
         """The strategy of this replica."""
-        return self._strategy
+        return self._group.strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:
         """The number of this replica, from 0 to ``num_replicas_in_sync - 1``."""
-        return self._replica_id
+        return self._group.replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -273,8 +270,8 @@ class ReplicaContext:
             next collective call that is not begun but made, whichever comes first, at
             the latest at the end of `Strategy.run`, or at that of the program, as an
             uncaught exception; calls begun in between are not made, and raise the
-            same. A handle that is dropped without ``result()``
-            gives a RuntimeWarning, once.
+            same. A handle that is dropped without ``result()`` gives a RuntimeWarning,
+            once.
 
         Raises:
             RuntimeError: if called outside this replica context.
@@ -306,8 +303,7 @@ class ReplicaContext:
             options: communication options for this call.
 
         Returns:
-            A handle, whose ``result()`` waits, and returns or raises what `all_gather`
-            would have.
+            A handle: ``result()`` waits, and returns or raises as `all_gather` does.
 
         Raises:
             RuntimeError: if called outside this replica context.
@@ -383,13 +379,12 @@ class ReplicaContext:
             calls = group.guard.calls
             if calls is None:
                 return merge_call(group, merge_fn, args, kwargs)
-            name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
-            with calls.whole(f"merge_call({name})", group.guard):
+            with calls.whole("merge_call", merge_fn, group.guard):
                 return merge_call(group, merge_fn, args, kwargs)
         check_arguments("merge_call", args, kwargs)
         require_scope("merge_call")
         with context.entered(group.cross_frame):
-            return merge_fn(self._strategy, *args, **kwargs)
+            return merge_fn(self.strategy, *args, **kwargs)
 
     def _reduce_now(
         self,

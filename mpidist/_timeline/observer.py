@@ -256,14 +256,16 @@ class Calls:
             self._here.span = outer
 
     @contextlib.contextmanager
-    def whole(self, name: str, guard: Any) -> Iterator[None]:
+    def whole(self, call: str, function: object, guard: Any) -> Iterator[None]:
         """Observe a section that does not end with a call of its own.
 
         Args:
-            name: of the section.
+            call: its name.
+            function: the user's, which it runs.
             guard: its ``sequence`` is the number of the last call.
         """
-        text = f"{END_OF}{name}"
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        text = f"{END_OF}{call}({name})"
         with self.section(text, guard.sequence + 1) as span:
             try:
                 with self._timed(span):
