@@ -71,14 +71,6 @@ Name: TypeAlias = tuple[Path, tuple[tuple[Path, Path], ...], str]
 object there, which is this one or on the way to it; and the text of its type."""
 
 
-def _home_of(merge_fn: Any) -> dict[str, Any] | None:
-    """Return the globals of a function, method, partial or callable object."""
-    function = function_in(merge_fn)
-    if type(function) is not types.FunctionType:
-        function = vars(type(function)).get("__call__")
-    return getattr(function, "__globals__", None)
-
-
 def may_reach(merge_fn: Any) -> bool:
     """Return whether `Names` may find more than the function itself."""
     if type(merge_fn) is not types.FunctionType:
@@ -122,7 +114,10 @@ class Names:
         roots: list[Part] = [("merge_fn", merge_fn)]
         for number, argument in arguments:
             roots.append((f"argument {number} of merge_call", argument))
-        self._home = _home_of(merge_fn)
+        function = function_in(merge_fn)
+        if type(function) is not types.FunctionType:  # an object that can be called
+            function = vars(type(function)).get("__call__")
+        self._home: dict[str, Any] | None = getattr(function, "__globals__", None)
         self._walk(roots)
 
     def _walk(self, roots: list[Part]) -> None:
