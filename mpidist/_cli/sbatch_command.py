@@ -41,13 +41,19 @@ the script takes it from its arguments: sbatch job.sbatch train.py --epochs 3
   mpidist sbatch --nodes 2 --gpus-per-node 4 --preemptible -- python train.py
   mpidist sbatch --array 0-9 -- python train.py > job.sbatch; sbatch job.sbatch
 """
-_COUNT: Final = re.compile(r"[1-9]\d*"), "at least 1"
-_WORD: Final = re.compile(r"[\w.@%+,-]*"), "one word of letters, digits and ._@%+-"
+_COUNT: Final = "N", re.compile(r"[1-9]\d*"), "at least 1"
+_WORD: Final = (
+    "NAME",
+    re.compile(r"[\w.@%+,-]*"),
+    "one word of letters, digits and ._@%+-",
+)
 _TIME: Final = (
+    "TIME",
     re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}"),
     "minutes, M:S, H:M:S or D-H:M:S",
 )
 _ARRAY: Final = (
+    "INDICES",
     re.compile(r"(\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?)?"),
     "indices such as 0-9 or 1,3,5%2",
 )
@@ -55,7 +61,7 @@ _OPTIONS: Final = (  # name, default, form, help
     ("nodes", "1", _COUNT, "default: 1"),
     ("ntasks-per-node", None, _COUNT, "ranks (default: one for each GPU, else 4)"),
     ("cpus-per-task", "1", _COUNT, "default: 1"),
-    ("gpus-per-node", "0", (re.compile(r"\d+"), "at least 0"), "default: 0"),
+    ("gpus-per-node", "0", ("N", re.compile(r"\d+"), "at least 0"), "default: 0"),
     ("time", "00:10:00", _TIME, "as sbatch takes it (default: 00:10:00)"),
     ("account", "", _WORD, "default: a line to edit"),
     ("partition", "", _WORD, "default: a line to edit"),
@@ -74,8 +80,8 @@ def sbatch(arguments: Sequence[str]) -> int:
         UsageError: if the arguments are wrong.
     """
     parser = Parser("sbatch", _DESCRIPTION, "[OPTIONS] [-- COMMAND [ARGUMENT ...]]")
-    for name, default, _, text in _OPTIONS:
-        parser.add_argument(f"--{name}", default=default, metavar="X", help=text)
+    for name, default, (metavar, *_), text in _OPTIONS:
+        parser.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--preemptible",
         action="store_true",
@@ -89,7 +95,7 @@ def sbatch(arguments: Sequence[str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     given = parser.parse_args(words[:split])
     values = vars(given)
-    for name, _, (form, text), _ in _OPTIONS:
+    for name, _, (_, form, text), _ in _OPTIONS:
         value = values[name.replace("-", "_")]
         if value is not None and not form.fullmatch(value):
             parser.error(f"expected --{name} to be {text}, got {value!r}")
