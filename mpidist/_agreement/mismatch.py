@@ -9,8 +9,9 @@ import pickle
 import re
 import sys
 import threading
+import traceback
+from collections import defaultdict
 from collections.abc import Mapping
-from types import FrameType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mpidist._base import reporting
@@ -141,31 +142,25 @@ def judge(rank: int, reports: list[Report]) -> BaseException:
         rank: this rank.
         reports: one of each rank.
     """
-    by_kind: dict[str, list[Report]] = {}
+    by_kind: defaultdict[ErrorKind, list[Report]] = defaultdict(list)
     for report in reports:
-        by_kind.setdefault(report.kind, []).append(report)
-    if left := by_kind.get("exit"):
-        return _judge_exit(rank, reports, left)
-    if invalid := by_kind.get("invalid"):
-        return _repeat(rank, invalid[0])
-    if raised := by_kind.get("raised"):
-        for report in raised:
-            if report.exits:
-                return SystemExit(report.exit_code)
-        return _replica_error(rank, raised)
-    if agreed := by_kind.get("agreed"):
-        return _replica_error(rank, agreed)
-    return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
-
-
-def _judge_exit(rank: int, reports: list[Report], left: list[Report]) -> BaseException:
-    for report in left:
+        by_kind[report.kind].append(report)
+    for report in by_kind["exit"]:
         if report.exit_code:
             reporting.warn(
                 f"mpidist: rank {rank}: rank {report.rank} left the program by "
                 f"sys.exit({report.exit_code!r}); this rank leaves too"
             )
             return SystemExit(report.exit_code)
+    if by_kind["exit"]:
+        return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
+    if by_kind["invalid"]:
+        return _repeat(rank, by_kind["invalid"][0])
+    for report in by_kind["raised"]:
+        if report.exits:
+            return SystemExit(report.exit_code)
+    if failed := by_kind["raised"] or by_kind["agreed"]:
+        return _replica_error(rank, failed)
     return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
 
 
@@ -273,18 +268,14 @@ def _shorten(calls: list[str]) -> list[str]:
     """Shorten long texts to their beginning and the first difference."""
     if max(map(len, calls)) <= _LONGEST_CALL:
         return calls
-    first, last = min(calls), max(calls)
-    same = next(
-        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
-        len(first),
-    )
-    start = max(_LONGEST_CALL // 3, same - _LONGEST_CALL // 3)
-    stop = same + _LONGEST_CALL // 3
+    columns = enumerate(zip(*calls, strict=False))
+    length = min(map(len, calls))
+    same = next((i for i, column in columns if len({*column}) > 1), length)
+    part = _LONGEST_CALL // 3
+    start, stop = max(part, same - part), same + part
+    gap = " ... " if start > part else ""
     return [
-        call[: _LONGEST_CALL // 3]
-        + (" ... " if start > _LONGEST_CALL // 3 else "")
-        + call[start:stop]
-        + (" ..." if stop < len(call) else "")
+        call[:part] + gap + call[start:stop] + (" ..." if stop < len(call) else "")
         for call in calls
     ]
 
@@ -329,11 +320,9 @@ def _call_site() -> str:
 
 def user_site() -> Site | None:
     """Return where the user's code is that calls this package, if it does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         path = os.path.abspath(code.co_filename)
         if not path.startswith(PACKAGE) and path != _THREADING:
-            return Site(code.co_filename, frame.f_lineno, code.co_name)
-        frame = frame.f_back
+            return Site(code.co_filename, line, code.co_name)
     return None

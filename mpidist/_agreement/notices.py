@@ -60,6 +60,7 @@ class Notice:
         lost: those of them that will never come.
         end: how far its process is.
         waited: for how many seconds it has waited.
+        came: when this rank got it.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class Notice:
     lost: tuple[int, ...] = ()
     end: End = ""
     waited: float = 0.0
+    came: float = 0.0
 
 
 @dataclasses.dataclass
@@ -109,7 +111,6 @@ class Notices:
         self._sent: list[Request] = []
         self._latest: dict[int, Notice] = {}
         self._ends: dict[int, End] = {}
-        self._came: dict[int, float] = {}  # when the latest ones did
         seconds = COLLECT_SECONDS * max(1.0, comm.size / 8)
         self._collect_seconds: float = min(seconds, _MOST_COLLECT_SECONDS)
         self.missing: tuple[int, ...] = ()
@@ -123,8 +124,8 @@ class Notices:
         notice = Notice(me, wait.sequence, wait.what, gave_up, end=end, waited=waited)
         notice.missing, notice.lost = self.missing, self.lost
         notice.awaited = tuple(wait.awaited or ())
+        notice.came = time.monotonic()
         self._latest[me] = notice
-        self._came[me] = time.monotonic()
         data = pickle.dumps(notice)
         self._drop_sent()
         for rank in range(self._comm.size):
@@ -160,56 +161,49 @@ class Notices:
                 self.missing, self.lost = notice.missing, notice.lost
                 return notice.gave_up
             elif notice.sequence >= sequence:
+                notice.came = time.monotonic()
                 self._latest[notice.rank] = notice
-                self._came[notice.rank] = time.monotonic()
         return ""
 
     # --- what is known of the others ----------------------------------------------
 
+    def _after(self, sequence: int) -> list[Notice]:
+        """Return the notices of ranks that wait after this header, by rank."""
+        latest = sorted(self._latest.items())
+        return [notice for _, notice in latest if notice.sequence == sequence]
+
     def longest_wait(self, what: str, sequence: int) -> float:
         """Return for how long others have waited for the same; 0.0: none says so."""
-        now = time.monotonic()
-        times = [0.0]
-        for rank, came in self._came.items():
-            notice = self._latest[rank]
-            is_other = rank != self._comm.rank
-            if is_other and notice.sequence == sequence and notice.call == what:
-                times.append(now - came + notice.waited)
-        return max(times)
+        now, me = time.monotonic(), self._comm.rank
+        same = [notice for notice in self._after(sequence) if notice.call == what]
+        waits = [
+            now - notice.came + notice.waited for notice in same if notice.rank != me
+        ]
+        return max(waits, default=0.0)
 
     def others_wait(self, sequence: int) -> bool:
         """Whether another rank waits after the same header, in whatever call."""
-        return any(
-            notice.sequence == sequence and rank != self._comm.rank
-            for rank, notice in self._latest.items()
-        )
+        return any(x.rank != self._comm.rank for x in self._after(sequence))
 
     def are_quiet(self, sequence: int) -> bool:
         """Whether none came for as long as those after this header took to come.
 
         Ranks that share cores post late, one by one.
         """
-        came = [
-            came
-            for rank, came in self._came.items()
-            if self._latest[rank].sequence == sequence
-        ]
+        came = [notice.came for notice in self._after(sequence)]
         first, last = min(came, default=0.0), max(came, default=0.0)
         quiet = max(self._collect_seconds, min(last - first, _MOST_QUIET_SECONDS))
         return time.monotonic() - last >= quiet
 
     def waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
         """Return the ranks that wait as this one does, and those that do not."""
-        waiting = [
-            rank
-            for rank, notice in sorted(self._latest.items())
-            if notice.sequence == wait.sequence
-        ]
+        notices = self._after(wait.sequence)
+        waiting = [notice.rank for notice in notices]
         # The channel knows who has not made the last step, if that is what is missing.
         missing = wait.missing or [
             rank for rank in range(self._comm.size) if rank not in waiting
         ]
-        awaited = [set(self._latest[rank].awaited) for rank in waiting]
+        awaited = [set(notice.awaited) for notice in notices]
         if awaited and all(awaited):  # all wait for data, and know whose
             missing = sorted(set().union(*awaited) - set(waiting)) or missing
         return [rank for rank in waiting if rank not in missing], missing

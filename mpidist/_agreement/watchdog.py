@@ -38,13 +38,12 @@ class Watchdog:
         self._comm = comm
         self._stall = stall_seconds
         self.end: Callable[[CollectiveTimeoutError], None] | None = None
+        self.expired: CollectiveTimeoutError | None = None
         self._thread: threading.Thread | None = None
-        self._since: float | None = None
-        self._call = ""
-        self._timeout = 0.0
+        # The call that this rank is in: its name, when it began, and its deadline.
+        self._call: tuple[str, float, float] | None = None
         self._reported = False
         self._closed = threading.Event()
-        self.expired: CollectiveTimeoutError | None = None
 
     def close(self) -> None:
         """End the thread: no call is made any more."""
@@ -58,8 +57,8 @@ class Watchdog:
             call: its name in messages.
             timeout: seconds until the deadline; 0: none.
         """
-        self._call, self._timeout, self._reported = call, timeout, False
-        self._since = time.monotonic()
+        self._reported = False
+        self._call = call, time.monotonic(), timeout
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="mpidist watchdog", daemon=True
@@ -68,27 +67,28 @@ class Watchdog:
         try:
             yield
         finally:
-            self._since = None
+            self._call = None
 
     def _run(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            since = self._since
-            if since is not None:
-                self._look(time.monotonic() - since)
+            if (call := self._call) is not None:
+                self._look(*call)
 
-    def _look(self, waited: float) -> None:
-        text = (
-            f"{self._call}: this rank has been in a call of MPI that blocks for "
-            f"{waited:.3g} s; some rank did not make it, or was stopped in it"
+    def _look(self, call: str, since: float, timeout: float) -> None:
+        waited = time.monotonic() - since
+        text = on_rank(
+            self._comm.rank,
+            f"{call}: this rank has been in a call of MPI that blocks for "
+            f"{waited:.3g} s; some rank did not make it, or was stopped in it",
         )
         if waited >= self._stall and not self._reported:
             self._reported = True
-            reporting.warn(f"mpidist: {on_rank(self._comm.rank, text)}")
-        if not self._timeout or waited < self._timeout:
+            reporting.warn(f"mpidist: {text}")
+        if not timeout or waited < timeout:
             return
-        error = CollectiveTimeoutError(on_rank(self._comm.rank, text))
+        error = CollectiveTimeoutError(text)
         if self._comm.outlives_ranks:
-            self._since, self.expired = None, error
+            self._call, self.expired = None, error
             self._comm.revoke()
         elif self.end is not None:
             self.end(error)

@@ -69,6 +69,11 @@ def breakdowns() -> list[Breakdown]:
     return [guard.breakdown for guard in guards.get()]
 
 
+def gave_up() -> list[Breakdown]:
+    """Return those of strategies that have given up on a rank."""
+    return [one for one in breakdowns() if one.gave_up]
+
+
 def tell_launcher(what: str = "") -> None:
     """Tell `mpidist run` how far a rank has come; to its end: it was not killed."""
     if _launchers_file:
@@ -134,7 +139,7 @@ def end_job(
         with contextlib.suppress(Exception, SystemExit):
             show()  # in this thread: it may be a debugger
             sys.stderr.flush()
-    if reporting.is_stuck() and any(one.gave_up for one in breakdowns()):
+    if reporting.is_stuck() and gave_up():
         time.sleep(_UNREAD_SECONDS)  # until another, which may be read, ends the job
         _abort(1)
     _note_told()
@@ -146,20 +151,18 @@ def end_job(
 def _has_another_told() -> bool:
     """Whether another rank has printed why the job ends, and is about to end it."""
     with contextlib.suppress(Exception):
-        for one in breakdowns():
-            if one.gave_up:
-                one.read_notices()
-                if one.notices.is_told:
-                    return True
+        for one in gave_up():
+            one.read_notices()
+            if one.notices.is_told:
+                return True
     return False
 
 
 def _note_told() -> None:
     """Tell ranks that have given up as well that the user knows why the job ends."""
     with contextlib.suppress(Exception):
-        for one in breakdowns():
-            if one.gave_up:
-                one.post_end("told")
+        for one in gave_up():
+            one.post_end("told")
 
 
 def _let_others_first() -> None:

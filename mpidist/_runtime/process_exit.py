@@ -204,11 +204,11 @@ def _call_last() -> None:
         _code_at_end = exit_code.as_number(error.code)
     except BaseException as error:
         _code_at_end = 1
-        ends_job = _hooks or job_end.rank_of_job() is None
-        end = functools.partial(_end_program, sys.__excepthook__)
-        (end if ends_job else sys.__excepthook__)(
-            type(error), error, error.__traceback__
-        )
+        about = type(error), error, error.__traceback__
+        if _hooks or job_end.rank_of_job() is None:
+            _end_program(sys.__excepthook__, *about)
+        else:
+            sys.__excepthook__(*about)
 
 
 def become_child() -> None:
@@ -311,17 +311,10 @@ def leave(code: Any) -> None:
     """
     _make_last_calls()
     guards = job_end.guards.get()
-    job_end.wait_for(
-        [
-            leave_program(guard, _LEAVING, code)
-            for guard, waits in guards.items()
-            if waits
-        ]
-    )
+    waiting = [guard for guard, waits in guards.items() if waits]
+    job_end.wait_for([leave_program(guard, _LEAVING, code) for guard in waiting])
     # Also if all others have come to their ends: they wait for this one's.
-    job_end.wait_for(
-        [one.wait_for_ends() for one in job_end.breakdowns() if one.gave_up]
-    )
+    job_end.wait_for([one.wait_for_ends() for one in job_end.gave_up()])
 
 
 def _end() -> None:

@@ -143,17 +143,12 @@ def of_one_job(parts: list[Part]) -> list[Part]:
 
     Others are left from an earlier job with more ranks.
     """
-    if not parts:
-        return []
-    known, found = parts[0].identities, [parts[0]]
-    rest = parts[1:]
-    while True:
-        more = [part for part in rest if part.identities & known]
-        if not more:
-            return sorted(found, key=lambda part: part.rank)
-        found += more
-        known = known.union(*(part.identities for part in more))
-        rest = [part for part in rest if part not in more]
+    known: set[str] = set()
+    found = parts[:1]
+    while more := {name for part in found for name in part.identities} - known:
+        known |= more
+        found = [part for part in parts if part.identities & known]
+    return found
 
 
 def are_complete(parts: list[Part]) -> bool:

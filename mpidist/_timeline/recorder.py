@@ -9,6 +9,7 @@ and about its strategies, which are its threads. A complete part ends with `END`
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -222,7 +223,5 @@ class Recorder:
         file, self._file = self._file, None
         self._events, self._stopped = [], True
         if file is not None:
-            try:
+            with contextlib.suppress(OSError):
                 file.close()
-            except OSError:
-                return

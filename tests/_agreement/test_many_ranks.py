@@ -138,12 +138,11 @@ def test_a_report_waits_for_as_long_as_the_notices_took(monkeypatch):
 
     def program():
         notices = group_of(mpidist.MPIStrategy()).guard.breakdown.notices
-        for rank in range(2):
-            notices._latest[rank] = notices_module.Notice(rank, 5, "step")
         first = time.monotonic() - 3000
-        notices._came = {0: first, 1: first + 2000}
-        assert not notices.are_quiet(5)
-        notices._came = {0: first, 1: first + 1000}
-        assert notices.are_quiet(5)
+        for last, quiet in ((first + 2000, False), (first + 1000, True)):
+            for rank, came in enumerate((first, last)):
+                one = notices_module.Notice(rank, 5, "step", came=came)
+                notices._latest[rank] = one
+            assert notices.are_quiet(5) is quiet
 
     testing.run(2, program)
