@@ -1,7 +1,7 @@
 """The call that a rank is in, which the parts of a guard share.
 
 With the native core the base class is a type of the core, whose `ArrayCall` reads and
-sets the attributes without Python: a small all-reduce of an array takes 0.6 us, to
+sets its attributes without Python: a small all-reduce of an array takes 0.6 us, to
 which Python's attributes would add 0.1.
 """
 
@@ -17,34 +17,12 @@ from mpidist._agreement.mismatch import Call
 from mpidist._timeline.observer import NOTHING, Calls, Span
 
 if TYPE_CHECKING or _native.core is None:
-
-    class CallState:
-        """The call that a rank is in.
-
-        Attributes:
-            call: that the rank is in, or made last.
-            previous_call: the one before.
-            timeout: how long this rank waits for the others in it, in seconds; 0:
-                forever.
-            timeout_seconds: the same, of calls that name no other time.
-            sequence: the number of headers that have completed; the same on all ranks.
-            blocked: whether a call may not begin before it has been checked.
-            cut_off: whether an exception came in the middle of a call of the core.
-        """
-
-        call: Call
-        previous_call: Call
-        timeout: float
-        timeout_seconds: float
-        sequence: int
-        blocked: bool
-        cut_off: bool = False
-
+    _CallState = object
 else:
-    CallState = _native.core.CallState
+    _CallState = _native.core.CallState
 
 
-class SharedState(CallState):
+class SharedState(_CallState):
     """The call that a rank is in, for the parts of its guard.
 
     Args:
@@ -52,27 +30,32 @@ class SharedState(CallState):
         timeout_seconds: how long a rank waits for the others; 0: forever.
 
     Attributes:
+        call: that the rank is in, or made last.
+        previous_call: the one before.
+        timeout: how long this rank waits for the others in it, in seconds; 0: forever.
+        timeout_seconds: the same, of calls that name no other time.
+        sequence: the number of headers that have completed; the same on all ranks.
+        blocked: whether a call may not begin before it has been checked.
+        cut_off: whether an exception came in the middle of a call of the core.
         sections: of each that the rank is in, outermost first: what its calls raise,
             because some rank turned out not to be in it; None: nothing. See `sections`.
         begun: the calls that were begun and end later; None: there were none.
         calls: tell the observers of the strategy's calls; None: it has none.
     """
 
-    # Of the base class; without these lines pyright calls their types ambiguous.
-    timeout_seconds: float
-    sequence: int
-    blocked: bool
-
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:
+        # The first seven are those of the type of the core.
+        self.call: Call = Call("making the strategy")
+        self.previous_call: Call = self.call
+        self.timeout: float = timeout_seconds
+        self.timeout_seconds: float = timeout_seconds
+        self.sequence: int = 0
+        self.blocked: bool = False
+        self.cut_off: bool = False
         self.channel: Channel = channel
-        self.timeout_seconds = timeout_seconds
-        self.sequence = 0
-        self.blocked = False
         self.sections: list[BaseException | None] = []
         self.begun: BegunCalls | None = None
         self.calls: Calls | None = None
-        self.call = self.previous_call = Call("making the strategy")
-        self.timeout = timeout_seconds
 
     @property
     def deserted(self) -> BaseException | None:

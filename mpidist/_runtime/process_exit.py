@@ -72,41 +72,37 @@ _LEAVING: Final = Call("nothing more: this rank has left the program")
 _FINALIZE_SECONDS: Final = 30
 
 
-class _Hook:
-    """A function of a module that is replaced until `remove` is called.
+def _replace(
+    module: ModuleType, name: str, replacement: Callable[..., Any]
+) -> Callable[[], None]:
+    """Replace a function of a module; return what undoes it.
+
+    If another hook replaced it since, that one stays, and calls the original.
 
     Args:
         module: the module.
         name: the name of the function.
         replacement: called with the original function, then its arguments.
     """
+    previous, active = getattr(module, name), True
 
-    def __init__(
-        self, module: ModuleType, name: str, replacement: Callable[..., Any]
-    ) -> None:
-        self._module, self._name = module, name
-        self._previous = previous = getattr(module, name)
-        self._active = True
+    @functools.wraps(previous)
+    def hook(*args: Any) -> Any:
+        return replacement(previous, *args) if active else previous(*args)
 
-        @functools.wraps(previous)
-        def call(*args: Any) -> Any:
-            if self._active:
-                return replacement(previous, *args)
-            return previous(*args)
+    def undo() -> None:
+        nonlocal active
+        active = False
+        if getattr(module, name) is hook:
+            setattr(module, name, previous)
 
-        self._own = call
-        setattr(module, name, call)
-
-    def remove(self) -> None:
-        """Restore the original; only disable this hook if another one replaced it."""
-        self._active = False
-        if getattr(self._module, self._name) is self._own:
-            setattr(self._module, self._name, self._previous)
+    setattr(module, name, hook)
+    return undo
 
 
 _Function = Callable[[], Any]
 _last_calls: Final[threads.ReplicaLocal[list[_Function]]] = threads.ReplicaLocal(list)
-_hooks: list[_Hook] = []
+_hooks: list[Callable[[], None]] = []  # what undoes them
 _making = False  # a strategy is being created, or creating it has failed
 # That of this process, if a function of `before_end` has failed, or by a signal, if it
 # is the only one of a job.
@@ -121,9 +117,9 @@ def install() -> None:
     if _hooks:
         return
     exit_code.begin()
-    _hooks.append(_Hook(sys, "excepthook", _end_program))
-    _hooks.append(_Hook(threading, "excepthook", _end_thread))
-    _hooks.append(_Hook(sys, "exit", _exit))
+    _hooks.append(_replace(sys, "excepthook", _end_program))
+    _hooks.append(_replace(threading, "excepthook", _end_thread))
+    _hooks.append(_replace(sys, "exit", _exit))
     termination.install()
     atexit.register(_leave)
 
@@ -157,7 +153,7 @@ def forget(guard: Guard) -> None:
     if survival.is_on():  # `_end` may have to end the process, and needs its exit code
         return
     while _hooks:
-        _hooks.pop().remove()
+        _hooks.pop()()
     termination.remove()
     atexit.unregister(_leave)
 
@@ -215,8 +211,8 @@ def become_child() -> None:
     """Have this process, which a rank has forked, end by itself."""
     exit_code.begin()
     if not _hooks:
-        _hooks.append(_Hook(sys, "excepthook", _end_program))
-        _hooks.append(_Hook(sys, "exit", _exit))
+        _hooks.append(_replace(sys, "excepthook", _end_program))
+        _hooks.append(_replace(sys, "exit", _exit))
 
 
 def end_at_deadline(error: CollectiveTimeoutError) -> None:

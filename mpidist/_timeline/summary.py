@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from mpidist._timeline.files import Timeline
@@ -45,30 +46,32 @@ class CallTime:
         text: of the first one.
         seconds: in them, summed over ranks.
         waiting: of these, waiting for other ranks.
-        by_rank: how many calls each rank made, and the bytes of its buffers in them.
+        counts: how many calls each rank made.
+        sizes: the bytes of each rank's buffers in them.
     """
 
     text: str
     seconds: float = 0.0
     waiting: float = 0.0
-    by_rank: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    counts: Counter[int] = dataclasses.field(default_factory=Counter)
+    sizes: Counter[int] = dataclasses.field(default_factory=Counter)
 
     @property
     def count(self) -> int:
         """How many calls."""
-        return max(count for count, _ in self.by_rank.values())
+        return max(self.counts.values())
 
     @property
     def nbytes(self) -> int:
         """The bytes of one rank's buffers, of that with the most."""
-        return max(nbytes for _, nbytes in self.by_rank.values())
+        return max(self.sizes.values())
 
     def add(self, span: Span) -> None:
         """Add one rank's part of a call."""
         self.seconds += span.seconds
         self.waiting += span.waited
-        count, nbytes = self.by_rank.get(span.rank, (0, 0))
-        self.by_rank[span.rank] = count + 1, nbytes + span.nbytes
+        self.counts[span.rank] += 1
+        self.sizes[span.rank] += span.nbytes
 
 
 def times_of(timeline: Timeline) -> dict[int, RankTime]:
@@ -156,42 +159,25 @@ def _for(span: Span) -> str:
 
 
 def _table_of_ranks(timeline: Timeline, times: dict[int, RankTime]) -> list[str]:
-    rows = [["rank", "host", "own work", "in calls", "waiting", "waited for"]]
-    rows += [
-        [
-            str(rank),
-            timeline.hosts[rank],
-            *map(_seconds, (time.outside, time.in_calls, time.waiting, time.caused)),
-        ]
-        for rank, time in times.items()
+    width = max(map(len, ["host", *timeline.hosts.values()]))
+    line = f"{{:>4}}  {{:<{width}}}  {{:>8}}  {{:>8}}  {{:>8}}  {{:>10}}"
+    lines = [
+        line.format("rank", "host", "own work", "in calls", "waiting", "waited for")
     ]
-    return _aligned(rows, left=(1,))
+    for rank, time in times.items():
+        spent = time.outside, time.in_calls, time.waiting, time.caused
+        lines.append(line.format(rank, timeline.hosts[rank], *map(_seconds, spent)))
+    return lines
 
 
-def _table_of_calls(calls: Iterable[CallTime]) -> list[str]:
-    rows = [["calls", "seconds", "waiting", "bytes", "call"]]
-    rows += [
-        [
-            str(call.count),
-            _seconds(call.seconds),
-            _seconds(call.waiting),
-            f"{call.nbytes:,}",
-            _short(call.text),
-        ]
-        for call in list(calls)[:_MOST_CALLS]
-    ]
-    return _aligned(rows, left=(4,))
-
-
-def _aligned(rows: list[list[str]], left: tuple[int, ...]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _table_of_calls(calls: Sequence[CallTime]) -> list[str]:
+    line = "{:>5}  {:>8}  {:>8}  {:>15}  {}"
+    lines = [line.format("calls", "seconds", "waiting", "bytes", "call")]
+    for call in calls[:_MOST_CALLS]:
+        spent = _seconds(call.seconds), _seconds(call.waiting)
+        nbytes = f"{call.nbytes:,}"
+        lines.append(line.format(call.count, *spent, nbytes, _short(call.text)))
+    return lines
 
 
 def _seconds(seconds: float) -> str:
