@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from mpidist import _native
 from mpidist._agreement.polling import YIELD_SECONDS, YIELD_SECONDS_FOR_DATA, poll
@@ -53,16 +53,10 @@ class LeftError(Exception):
         self.rank = rank
 
 
-class Verdict(NamedTuple):
-    """What all ranks have said; a channel has it as a plain tuple."""
-
-    flag: int
-    """Whether one is up."""
-    same_call: int
-    same_value: int
-    in_arenas: int
-    """Whether all results are in arenas."""
-    largest: int
+Verdict: TypeAlias = tuple[int, int, int, int, int]
+"""What all ranks have said: whether a flag is up; whether the calls are the same, and
+the values; whether all results are in arenas; the largest integer. A plain tuple, since
+the core makes one for every header."""
 
 
 class Channel(Protocol):
@@ -77,8 +71,8 @@ class Channel(Protocol):
         """Whether this rank waits for the data behind a header, not for the header."""
 
     @property
-    def verdict(self) -> tuple[int, int, int, int, int]:
-        """What all ranks have said in the last header: a `Verdict`."""
+    def verdict(self) -> Verdict:
+        """What all ranks have said in the last header."""
 
     @property
     def headers(self) -> int:
@@ -154,7 +148,7 @@ class SelfChannel:
     who = -1
     moves = False
     pause: Callable[[float], None] | None = None
-    verdict: tuple[int, int, int, int, int] = (0, 1, 1, 0, 0)
+    verdict: Verdict = (0, 1, 1, 0, 0)
     headers = 0
     lateness = 0.0
 
@@ -188,7 +182,7 @@ class ExchangeChannel:
     who = -1
     moves = False
     pause: Callable[[float], None] | None = None
-    verdict: tuple[int, int, int, int, int] = (0, 1, 1, 0, 0)
+    verdict: Verdict = (0, 1, 1, 0, 0)
     headers = 0
 
     def __init__(self, start: StartHeader) -> None:

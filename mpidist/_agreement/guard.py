@@ -40,7 +40,6 @@ from mpidist._agreement.channel import (
     Channel,
     LeftError,
     SelfChannel,
-    Verdict,
 )
 from mpidist._agreement.mismatch import Call, ErrorKind
 from mpidist._agreement.reports import Reports
@@ -154,10 +153,12 @@ class Guard(SharedState):
             call: what this rank is about to do.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        if self.enabled:
-            self.agree_on(call, timeout=timeout)
-        else:
+        if not self.enabled:
             self.enter(call, timeout)
+            return
+        with NOTHING if self.calls is None else self.observed(call):
+            if not self.exchange(call, 0, timeout=timeout):
+                raise self.reports.exchange(call)[0]
 
     def agree_on(
         self,
@@ -167,20 +168,30 @@ class Guard(SharedState):
         *,
         offset: int = NOWHERE,
         timeout: float | None = None,
-    ) -> Verdict:
-        """As `agree`, also with the guard off; return what all ranks have said.
+    ) -> bool:
+        """As `agree`, also with the guard off; return whether all values are the same.
 
         Args:
             call: what this rank is about to do.
-            value: may differ: see `Verdict.same_value`.
-            largest: 0 or more; see `Verdict.largest`.
-            offset: of this rank's results in its arena; see `Verdict.in_arenas`.
+            value: may differ.
+            largest: 0 or more; see `largest`.
+            offset: of this rank's results in its arena; see `in_arenas`.
             timeout: seconds to wait for the others; None: the strategy's.
         """
         with NOTHING if self.calls is None else self.observed(call):
             if not self.exchange(call, 0, value, largest, offset, timeout):
                 raise self.reports.exchange(call)[0]
-        return Verdict(*self.channel.verdict)
+        return bool(self.channel.verdict[2])
+
+    @property
+    def largest(self) -> int:
+        """The largest one that a rank gave to the last `agree_on`."""
+        return self.channel.verdict[4]
+
+    @property
+    def in_arenas(self) -> bool:
+        """Whether all ranks gave the last `agree_on` an offset in an arena."""
+        return bool(self.channel.verdict[3])
 
     def begin(self, call: Call, timeout: float | None = None) -> int:
         """Say which call this rank is in, and how long it waits.
@@ -211,7 +222,10 @@ class Guard(SharedState):
         Raises:
             BaseException: what the reports of all ranks show, if their calls differ.
         """
-        if self._end_header(status, exchange) == DIFFERENT:
+        if status in _UNSETTLED:
+            status = self._settle_header(status, exchange)
+        self.sequence += 1
+        if status == DIFFERENT:
             raise self.reports.exchange(self.call)[0]
 
     def exchange(
@@ -235,32 +249,31 @@ class Guard(SharedState):
             offset: of results in the arena of this rank.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        ms = self.enter(call, timeout)
+        if self.blocked:
+            self._require_usable()
+        ms = self.begin(call, timeout)
         meet, number = self.channel.meet, call.fingerprint
         try:
             status: int | None = meet(flag, number, value, largest, ms, offset)
         except BaseException as error:
             raise self.abandon(call, error) from error.__cause__
-        again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
-        return self._end_header(status, again) == OK
+        if status in _UNSETTLED:
+            again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
+            status = self._settle_header(status, again)
+        self.sequence += 1
+        return status == OK
 
-    def _end_header(
+    def _settle_header(
         self, status: int | None, exchange: Callable[[int], int]
     ) -> int | None:
-        """Count a header, exchanged again while some rank was late; return its status.
-
-        Raises:
-            BaseException: what breaks the strategy off, if a rank has left.
-        """
-        if status in _UNSETTLED:
-            with self.payload():
-                while status == AGAIN:  # all ranks are known to be on the way
-                    if self.breakdown.read_notices():
-                        raise self.breakdown.error()
-                    status = exchange(int(self.timeout * 1000))
-                if status == LEFT:
-                    raise LeftError(self.channel.who)
-        self.sequence += 1
+        """Return the status of a header, exchanged again while some rank was late."""
+        with self.payload():
+            while status == AGAIN:  # all ranks are known to be on the way
+                if self.breakdown.read_notices():
+                    raise self.breakdown.error()
+                status = exchange(int(self.timeout * 1000))
+            if status == LEFT:
+                raise LeftError(self.channel.who)
         return status
 
     def _require_usable(self) -> None:

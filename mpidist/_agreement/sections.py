@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from mpidist._agreement.breakdown import State
-from mpidist._agreement.channel import AGAIN, NOWHERE, OK, Verdict
+from mpidist._agreement.channel import AGAIN, NOWHERE, OK
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, ErrorKind, fingerprint
 from mpidist._agreement.notices import AT_END
@@ -154,7 +154,7 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
                 return error
     except CollectiveTimeoutError as timeout:
         raise timeout from error  # which would be lost otherwise
-    if not Verdict(*guard.channel.verdict).same_value:
+    if not guard.channel.verdict[2]:
         return guard.reports.exchange(Call(f"{call.text} -> {section.describe()}"))[0]
     return error
 

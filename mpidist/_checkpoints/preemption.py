@@ -181,7 +181,8 @@ class PreemptionCheckpointHandler:
         """
         call = self._objects.call(_CALL)
         state = call.attempt(self._look)
-        state = call.guard.agree_on(Call(call.name), largest=state).largest
+        call.guard.agree_on(Call(call.name), largest=state)
+        state = call.guard.largest
         if state != _GO_ON and self._told_at is None:
             self._told_at = time.monotonic()
         if state != _TIME_IS_UP:

@@ -221,8 +221,8 @@ class ArenaGather:
         with guard.checking(self._call):
             rows = self._core.lengths()
             memory = self._reserve([sum(n) for n in zip(*rows, strict=True)])
-        said = guard.agree_on(HAVE_MEMORY, offset=memory.offset, timeout=timeout)
-        if not said.in_arenas:
+        guard.agree_on(HAVE_MEMORY, offset=memory.offset, timeout=timeout)
+        if not guard.in_arenas:
             return self._by_mpi.gather(sources, None, timeout)
         with guard.payload(self._call):
             if self._core.spread(sources) == LEFT:

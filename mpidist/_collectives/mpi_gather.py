@@ -170,8 +170,7 @@ class MpiGather(Plan):
             same = False
             if guard.enabled:
                 value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
-                said = guard.agree_on(self.call, value, timeout=timeout)
-                same = bool(said.same_value)
+                same = guard.agree_on(self.call, value, timeout=timeout)
             else:
                 guard.agree(self.call)  # that the strategy can be used
             rows: list[Lengths] = [lengths] * comm.size

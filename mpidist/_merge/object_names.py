@@ -301,7 +301,7 @@ class Changes:
         """Warn on rank 0 of what has changed there only. Collective."""
         own = sorted(self._paths())
         call = Call("merge_call (MPIDIST_DEBUG: the same objects changed?)")
-        if collectives.guard.agree_on(call, fingerprint(str(own))).same_value:
+        if collectives.guard.agree_on(call, fingerprint(str(own))):
             return
         comm = collectives.comm
         rows = comm.all_gather_objects(pickle.dumps(own))

@@ -265,9 +265,9 @@ def _make_collectives(
     if environment.simulated_nodes != 1:
         text += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
     mine = pickle.dumps((finding, sums))
-    said = guard.agree_on(mismatch.Call(text), fingerprint_of_bytes(mine))
+    same = guard.agree_on(mismatch.Call(text), fingerprint_of_bytes(mine))
     rows = [mine] * communicator.size
-    if not said.same_value:
+    if not same:
         rows = communicator.all_gather_objects(mine)
     findings, all_sums = zip(*map(pickle.loads, rows), strict=True)
     if not bits.are_same(all_sums):

@@ -90,8 +90,8 @@ class DistributedDataset:
                 text += ", compared (MPIDIST_DEBUG)"
             sample = 0 if by_file else stage.sample()
         unknown = int(not sample)
-        said = group.guard.agree_on(Call(text), sample, unknown)
-        if not (said.same_value or said.largest):
+        same = group.guard.agree_on(Call(text), sample, unknown)
+        if not (same or group.guard.largest):
             warnings.warn(
                 on_rank(group.replica_id, f"{call}: {_DIFFERENT_ROWS}"),
                 RuntimeWarning,

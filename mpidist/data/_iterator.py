@@ -188,8 +188,8 @@ class DistributedIterator(PositionedIterator):
                     if feed.policy is not None:
                         raise
                     short, stream = error, iter(())  # others may have longer inputs
-            longest = guard.agree_on(Call(text), 0, int(short is None)).largest
-            if short is not None and not longest:
+            guard.agree_on(Call(text), largest=int(short is None))
+            if short is not None and not guard.largest:
                 raise short
         except BaseException:
             if stage.one_shot:
@@ -237,12 +237,12 @@ class DistributedIterator(PositionedIterator):
             piece, call, own = self._next_piece(guard)
             number = piece.rows + 1
             compared = piece.checksum if feed.checked else number
-            _, _, same, _, most = guard.agree_on(call, compared, number)
+            same = guard.agree_on(call, compared, number)
         except Exception:
             if guard.reports.failures > failures or feed.group.num_replicas == 1:
                 self._leave_out(guard.reports.calls)
             raise
-        if most == 0:
+        if guard.largest == 0:
             return False, None
         if feed.policy is not None and not same:
             what = f"batch {self._position}"
