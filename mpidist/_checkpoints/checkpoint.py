@@ -15,6 +15,7 @@ from mpidist._base.remedies import (
 )
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.items import LaterItem, VariableItem
+from mpidist._checkpoints.restoring import LeftOut, listed
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
 from mpidist._runtime.interruptions import tells
@@ -27,7 +28,8 @@ class Checkpoint:
 
     - a `Variable`. Mirrored ones are saved once; ON_READ ones are aggregated, and
       restored so that reading them returns the saved value;
-    - an optimizer: anything with a list ``variables`` of `Variable`;
+    - an optimizer: anything with a list ``variables`` of `Variable`. Before it has any,
+      `save` saves its iterations, and what it has not restored yet;
     - a `numpy.random.Generator` (or its bit generator). One that is the same on all
       ranks is saved once, otherwise one for each rank; `restore` describes what a
       different number of ranks gets;
@@ -185,7 +187,8 @@ class Checkpoint:
         The number of ranks may differ from that at saving. Either all objects are
         restored or, with an error on all ranks, none. An optimizer that has no
         variables yet restores them when it makes them, in `build` or the first
-        ``apply_gradients``, which raise if they do not match.
+        ``apply_gradients``, which raise if they do not match. One that was saved before
+        it had any begins anew, with its iterations: its slots are zero.
 
         A random generator that was the same on all ranks is restored to the same state
         on all. If each rank had its own, rank i gets the i-th state. With more ranks
@@ -214,9 +217,8 @@ class Checkpoint:
         """
         restore = self._objects.read(path, partial, "Checkpoint.restore")
         if restore is None:
-            return RestoreStatus([], bool(partial), nothing=True)
-        names, later = restore()
-        return RestoreStatus(names, bool(partial), later)
+            return RestoreStatus([], nothing=True)
+        return RestoreStatus(*restore())
 
 
 def objects_of(checkpoint: Checkpoint) -> SavedObjects:
@@ -234,21 +236,22 @@ class RestoreStatus(list[str]):
 
     Args:
         names: the names.
-        partial: whether the checkpoint was restored with ``partial=True``.
         later: the optimizers that restore theirs later.
+        left_out: the items that ``partial=True`` left out: those that the checkpoint
+            lacks, and those that only it has.
         nothing: whether the path was None, so that nothing was restored.
     """
 
     def __init__(
         self,
         names: Iterable[str],
-        partial: bool,
         later: Iterable[LaterItem] = (),
+        left_out: LeftOut = ([], []),
         *,
         nothing: bool = False,
     ) -> None:
         super().__init__(names)
-        self._partial, self._later, self._nothing = partial, list(later), nothing
+        self._later, self._left_out, self._nothing = list(later), left_out, nothing
 
     def expect_partial(self) -> RestoreStatus:
         """Return this status. Write ``restore(path, partial=True)`` for its effect."""
@@ -261,10 +264,11 @@ class RestoreStatus(list[str]):
         """Return this status if everything in the checkpoint was restored.
 
         Raises:
-            AssertionError: after ``partial=True``, which does not ask for that; if an
-                optimizer has not made its variables yet; and if the path was None.
+            AssertionError: if ``partial=True`` has left something out; if an optimizer
+                has not made its variables yet; and if the path was None.
         """
         self.assert_existing_objects_matched()
+        _refuse_left_out("only in the checkpoint", self._left_out[1])
         waiting = sorted(item.name for item in self._later if item.waits())
         if waiting:
             raise AssertionError(
@@ -279,15 +283,10 @@ class RestoreStatus(list[str]):
         """Return this status if all objects were restored that exist.
 
         Raises:
-            AssertionError: as `assert_consumed`, but not for an optimizer that restores
-                its variables later.
+            AssertionError: if the checkpoint lacks one, and if the path was None.
         """
         self.assert_nontrivial_match()
-        if self._partial:
-            raise AssertionError(
-                "Checkpoint.restore: with `partial=True` items may be left out; write "
-                "`checkpoint.restore(path)`, which raises if something does not match"
-            )
+        _refuse_left_out("missing in the checkpoint", self._left_out[0])
         return self
 
     def assert_nontrivial_match(self) -> RestoreStatus:
@@ -305,3 +304,11 @@ class RestoreStatus(list[str]):
                 "`if path:` around this call"
             )
         return self
+
+
+def _refuse_left_out(where: str, names: list[str]) -> None:
+    if names:
+        raise AssertionError(
+            f"Checkpoint.restore: {where}: {listed(names)}; `partial=True` has left "
+            "them out"
+        )

@@ -130,12 +130,16 @@ def _items_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
     except RuntimeError:
         keep = getattr(value, "__restore_later__", None)
         if unmade == "later" and keep is not None:
-            yield LaterItem(name, keep)
+            yield LaterItem(name, value.__saved_unbuilt__, keep)  # type: ignore[attr-defined]
         elif unmade != "skip":
             raise
         return
     if isinstance(variables, (list, tuple)):
-        yield from _variables_of(name, variables)
+        found = list(_variables_of(name, variables))
+        if hasattr(value, "__restore_later__"):
+            for slot in found[1:]:
+                slot.count = found[0].name
+        yield from found
         return
     raise TypeError(_explain(name, value))
 
@@ -156,7 +160,7 @@ def _children(name: str, value: object) -> list[tuple[str, object]] | None:
     return None
 
 
-def _variables_of(name: str, variables: Sequence[object]) -> Iterator[Item]:
+def _variables_of(name: str, variables: Sequence[object]) -> Iterator[VariableItem]:
     """Yield the variables of an optimizer, with names made unique by a number."""
     used: set[str] = set()
     for variable in variables:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, TypeAlias
 
 import numpy as np
 
 from mpidist._base import guests
-from mpidist._base.types import HostArray
+from mpidist._base.types import Array, HostArray
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json, Packed, State
@@ -27,6 +27,7 @@ class VariableItem:
 
     name: str
     variable: Variable
+    count: str = ""  # for a slot of an optimizer: the name of its iterations
 
     def __str__(self) -> str:
         kind = f" ON_READ {self.variable.aggregation.name}" if self.on_read else ""
@@ -157,17 +158,19 @@ class NumpyGeneratorItem(GeneratorItem):
 
 @dataclasses.dataclass(eq=False)
 class LaterItem:
-    """An object that has no variables yet; it restores them when it makes them.
+    """An object without variables yet; it restores them when it makes them.
 
     Attributes:
         name: its name in the checkpoint.
+        kept: returns the arrays to save, by the names of the variables.
         keep: the function that keeps the arrays, by the names of the variables, and
             whether some may be missing; and the path, for messages. It returns a
-            function that tells whether they are still kept.
+            function that tells whether slots are still kept.
         waits: what ``keep`` has returned.
     """
 
     name: str
+    kept: Callable[[], Mapping[str, Array]]
     keep: Callable[[dict[str, HostArray], bool, str], Callable[[], bool]]
     waits: Callable[[], bool] = dataclasses.field(init=False)
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from mpidist._checkpoints.state_json import Json, State, host_copy
 from mpidist._checkpoints.storage import CheckpointReader, manifest_of
 from mpidist._values.variable import storage_of
 
+LeftOut: TypeAlias = tuple[list[str], list[str]]
+"""The names of items that a checkpoint lacks, and of those that only it has."""
 _MOST_NAMES: Final = 20  # in a message
 
 
@@ -44,8 +46,14 @@ _MOST_NAMES: Final = 20  # in a message
 
 def fit(
     call: CollectiveCall, items: Sequence[Item], reader: CheckpointReader, partial: bool
-) -> list[Item]:
-    """Return the items to restore; raise with a list of those that do not match."""
+) -> tuple[list[Item], LeftOut]:
+    """Return the items to restore, and what `partial` leaves out.
+
+    The slots of an optimizer that was saved before it was built are to be zero.
+
+    Raises:
+        CheckpointError: with a list of the items that do not match.
+    """
     manifest = manifest_of(reader)
     arrays, states = manifest.arrays, manifest.states
     saved = {*arrays, *states}
@@ -54,19 +62,23 @@ def fit(
         if isinstance(item, LaterItem) and (own := item.arrays(arrays)):
             saved.add(item.name)
             names.update(own)
+    slots = [item for item in items if isinstance(item, VariableItem) and item.count]
+    built = {slot.count for slot in slots if slot.name in saved}
+    saved.update(x.name for x in slots if x.count in arrays and x.count not in built)
     found = [item for item in items if item.name in saved]
     missing = [item.name for item in items if item.name not in saved]
     wrong = list(filter(None, (_problem(item, reader) for item in found)))
     unexpected = [name for name in [*arrays, *states] if name not in names]
-    if partial and (len(wrong) < len(found) or not items):
+    fits = partial and (len(wrong) < len(found) or not items)
+    if not wrong and (fits or not (missing or unexpected)):
+        return found, (missing, unexpected)
+    if fits:
         missing, unexpected = [], []
-    if not (wrong or missing or unexpected):
-        return found
     lines = [f"{call.name}: the checkpoint {reader.path!r} does not fit:", *wrong]
     if missing:
-        lines.append(f"missing in the checkpoint: {_listed(missing)}")
+        lines.append(f"missing in the checkpoint: {listed(missing)}")
     if unexpected:
-        lines.append(f"only in the checkpoint: {_listed(unexpected)}")
+        lines.append(f"only in the checkpoint: {listed(unexpected)}")
     hints = []
     if partial:
         hints.append("Nothing of it is among the objects, whatever `partial` says.")
@@ -77,7 +89,8 @@ def fit(
     )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return names for a message: the first ones."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(map(repr, names[:_MOST_NAMES])) + more
 
@@ -100,7 +113,8 @@ def _problem(item: Item, reader: CheckpointReader) -> str:
             ) from error
     part = manifest.arrays.get(item.name)
     if part is None:
-        return f"{item.name!r}: expected an array, got a state"
+        is_state = item.name in manifest.states
+        return f"{item.name!r}: expected an array, got a state" if is_state else ""
     dtype, shape = item.variable.dtype.name, tuple(item.variable.shape)
     if (dtype, shape) == (part.dtype, part.shape):
         return ""

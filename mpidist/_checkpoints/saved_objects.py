@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from mpidist._base.types import DType, HostArray, Shape
 from mpidist._checkpoints import (
     contents,
@@ -36,6 +38,7 @@ from mpidist._checkpoints.collective_call import (
 )
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
+from mpidist._checkpoints.restoring import LeftOut
 from mpidist._checkpoints.state_json import Packed, Stored, own_copy
 from mpidist._mpi import library
 from mpidist._runtime import context
@@ -43,10 +46,14 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.variable import storage_of
 
 _Found: TypeAlias = tuple[
-    list[str], Values, Sequence[str], dict[str, tuple[DType, Shape]]
+    list[str], Values, Sequence[str], dict[str, tuple[DType, Shape]], LeftOut
 ]
 """The names of items, their states, the generators of which each replica has its own
-although there is one state, and the dtypes and shapes of all their arrays."""
+although there is one state, the dtypes and shapes of all their arrays, and what is left
+out."""
+
+
+Restored: TypeAlias = tuple[list[str], list[LaterItem], LeftOut]
 
 
 class SavedObjects:
@@ -148,13 +155,13 @@ class SavedObjects:
 
     def read(
         self, path: object, partial: bool, name: str
-    ) -> Callable[[], tuple[list[str], list[LaterItem]]] | None:
+    ) -> Callable[[], Restored] | None:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective.
 
         Returns:
             A function that restores the objects, and returns the names of the items,
-            and the objects that make their variables later; collective. None if the
-            path of rank 0 is None.
+            the objects that make their variables later, and what was left out;
+            collective. None if the path of rank 0 is None.
         """
         details = f", partial={bool(partial)}"
         call, items, source = self._begin(name, path, details, optional=True)
@@ -167,13 +174,17 @@ class SavedObjects:
                 return None
             reader = storage.CheckpointReader(source)
             manifest = storage.manifest_of(reader)
-            found = restoring.fit(call, items, reader, bool(partial))
+            found, left_out = restoring.fit(call, items, reader, bool(partial))
             states, needed = {}, []
             for item in found:
                 if isinstance(item, StateItem):
                     states[item.name] = manifest.states[item.name]
                 elif isinstance(item, VariableItem):
-                    needed.append(item.name)
+                    if item.name in manifest.arrays:
+                        needed.append(item.name)
+                    else:  # a slot of an optimizer that was saved before it was built
+                        shape, dtype = item.variable.shape, item.variable.dtype
+                        arrays[item.name] = np.zeros(shape, dtype)
                 else:
                     needed += item.arrays(manifest.arrays)
             needed += manifest.of_states(states)
@@ -182,21 +193,24 @@ class SavedObjects:
             # A checkpoint of one replica does not show whether its generators should be
             # the same on all: whether they are now determines it.
             apart = differing if manifest.replicas == 1 else []
-            return [item.name for item in found], states, apart, kinds
+            return [item.name for item in found], states, apart, kinds, left_out
 
         with call.guard.span(name):
             answer = call.on_rank_0(read)
         if answer is None:
             return None
-        names, states, apart, kinds = answer
-        return lambda: restoring.put(
-            call,
-            {name: by_name[name] for name in names},
-            states,
-            restoring.share(call, kinds, arrays),
-            apart,
-            bool(partial),
-            str(path),
+        names, states, apart, kinds, left_out = answer
+        return lambda: (
+            *restoring.put(
+                call,
+                {name: by_name[name] for name in names},
+                states,
+                restoring.share(call, kinds, arrays),
+                apart,
+                bool(partial),
+                str(path),
+            ),
+            left_out,
         )
 
     def call(self, name: str) -> CollectiveCall:
@@ -229,7 +243,7 @@ class SavedObjects:
         self, name: str, path: object, details: str, optional: bool = False
     ) -> tuple[CollectiveCall, list[Item], str | None]:
         """Find the items; check that all ranks have the same."""
-        call, items = self._find(name, "later" if optional else "refuse")
+        call, items = self._find(name, "later")
         call.wait_for_save()
         target = None
         if not (optional and path is None):
@@ -278,6 +292,9 @@ def _values(
             else item.variable.values[0]
             for item in variables
         }
+        for later in items:
+            if isinstance(later, LaterItem):
+                arrays |= {f"{later.name}/{own}": x for own, x in later.kept().items()}
         return arrays, {item.name: item.pack() for item in objects}
 
     arrays, packed = call.together(read)

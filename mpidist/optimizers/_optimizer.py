@@ -26,6 +26,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
+import numpy as np
+
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, threads
 from mpidist._base.errors import CollectiveMismatchError
@@ -283,6 +285,14 @@ class Optimizer:
         else:
             self._build(group, given)
 
+    def __saved_unbuilt__(self) -> dict[str, Array]:
+        """Return what a checkpoint has before `build`: `iterations`, and what waits."""
+        kept = {} if self._restored is None else self._restored[0]
+        name, count = f"{self._name}/iterations", self._iterations
+        if count is not None:
+            return {**kept, name: count.values[0]}
+        return {name: np.zeros((), np.int64), **kept}
+
     def __restore_later__(
         self, arrays: dict[str, HostArray], partial: bool, path: str
     ) -> Callable[[], bool]:
@@ -294,11 +304,12 @@ class Optimizer:
             path: of the checkpoint, for messages.
 
         Returns:
-            A function that tells whether they are still kept.
+            A function that tells whether slots are still kept.
         """
+        has_slots = len(arrays) > 1
         self._restored = arrays, partial, path
         self._restore_iterations()
-        return lambda: self._restored is not None  # without the arrays
+        return lambda: has_slots and self._restored is not None  # without the arrays
 
     def _restore_iterations(self) -> None:
         count = self._iterations

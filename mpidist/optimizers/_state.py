@@ -217,6 +217,8 @@ class State:
                 others than these variables; with ``partial``, if one does not fit.
         """
         own = {v.name: v for v in (self.iterations, *itertools.chain(*self.slots))}
+        # One that was saved before it was built has no slots.
+        partial = partial or [*arrays] == [self.iterations.name]
         wrong = [] if partial else sorted(own.keys() ^ arrays.keys())
         for name in own.keys() & arrays.keys():
             x, v = arrays[name], own[name]

@@ -316,7 +316,14 @@ def test_a_model_and_an_optimizer_in_a_checkpoint(strategy, same_folder):
     assert "model/w" in status
     partial = checkpoint.restore(path, partial=True)
     assert partial.expect_partial() == partial == status
-    with pytest.raises(AssertionError, match=r"write `checkpoint\.restore\(path\)`"):
+    partial.assert_consumed()  # nothing was left out
+    other = mpidist.Checkpoint(model=model, more=make(strategy, 0.0, name="m"))
+    partial = other.restore(path, partial=True)
+    with pytest.raises(AssertionError, match=r"missing in the checkpoint: 'more'"):
+        partial.assert_existing_objects_matched()
+    partial = mpidist.Checkpoint(model=model).restore(path, partial=True)
+    partial.assert_existing_objects_matched()
+    with pytest.raises(AssertionError, match=r"only in the checkpoint: 'optimizer/"):
         partial.assert_consumed()
     train(model, optimizer)
     assert_mirrored(strategy, model.w, expected)

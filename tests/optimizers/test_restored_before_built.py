@@ -1,5 +1,7 @@
 """A checkpoint that is restored before the optimizer has made its variables."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from replicas import own, raises_everywhere, this_replica
@@ -169,12 +171,49 @@ def test_a_checkpoint_without_the_optimizer_is_refused_unless_partial(strategy, 
     assert int(optimizer.iterations) == 1
 
 
-def test_it_cannot_be_saved_before_it_is_built(strategy, folder):
-    checkpoint, *_ = parts(strategy)
-    for message in raises_everywhere(
-        RuntimeError, lambda: checkpoint.save(folder / "c")
-    ):
-        assert "optimizer.build(variables)" in message
+@pytest.mark.parametrize("scope", [True, False])
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("built", [False, True])
+def test_it_is_saved_before_it_is_built(strategy, folder, scope, shard, built):
+    """As in TensorFlow: its iterations, and restored it begins anew with them."""
+    with strategy.scope() if scope else contextlib.nullcontext():
+        checkpoint, optimizer, v, w = parts(strategy, shard_state=shard)
+    if scope:
+        optimizer.iterations.assign(5)
+    checkpoint.save(folder / "c")
+    saved = mpidist.load_checkpoint(folder / "c")
+    assert set(saved) == {"optimizer/adam/iterations", "weights/0", "weights/1"}
+
+    again, other, *rest = parts(strategy, shard_state=shard)
+    if built:
+        step(strategy, other, *rest)
+    status = again.restore(folder / "c")
+    status.assert_consumed().assert_existing_objects_matched()
+    expected = step(strategy, optimizer, v, w)
+    for x, y in zip(step(strategy, other, *rest), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert int(other.iterations) == (6 if scope else 1)
+    mpidist.check_in_sync(rest)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_what_waits_to_be_restored_is_saved(strategy, folder, shard):
+    """TensorFlow loses it: a finished run that is started again, and saves."""
+    checkpoint, *rest = parts(strategy, shard_state=shard)
+    step(strategy, *rest)
+    checkpoint.save(folder / "c")
+    expected = step(strategy, *rest)
+    for wait in (True, False):
+        with strategy.scope():
+            checkpoint, optimizer, *rest = parts(strategy, shard_state=shard)
+        checkpoint.restore(folder / "c")
+        if not wait:
+            assert int(optimizer.iterations) == 1
+        checkpoint.save(folder / "c", wait=wait)
+    checkpoint, *rest = parts(strategy)
+    checkpoint.restore(folder / "c")
+    for x, y in zip(step(strategy, *rest), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_an_optimizer_in_a_module_is_restored_later_too(strategy, folder):
@@ -184,8 +223,10 @@ def test_an_optimizer_in_a_module_is_restored_later_too(strategy, folder):
         return module, mpidist.Checkpoint(agent=module)
 
     agent, checkpoint = make()
-    checkpoint.save(folder / "before")  # without the optimizer's, which has none
-    assert set(mpidist.load_checkpoint(folder / "before")) == {"agent/v", "agent/w"}
+    checkpoint.save(folder / "before")  # of the optimizer the iterations only
+    count = "agent/optimizer/adam/iterations"
+    saved = set(mpidist.load_checkpoint(folder / "before"))
+    assert saved == {count, "agent/v", "agent/w"}
     step(strategy, agent.optimizer, agent.v, agent.w)
     checkpoint.save(folder / "after")
     expected = step(strategy, agent.optimizer, agent.v, agent.w)

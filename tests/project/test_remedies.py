@@ -46,7 +46,7 @@ def owner_of(tmp_path: Path) -> Callable[[str], Any]:
         "CheckpointManager": lambda: mpidist.CheckpointManager(
             mpidist.Checkpoint(), tmp_path
         ),
-        "RestoreStatus": lambda: mpidist.RestoreStatus([], False),
+        "RestoreStatus": lambda: mpidist.RestoreStatus([]),
         "CheckpointReader": lambda: mpidist.load_checkpoint(
             mpidist.Checkpoint(w=mpidist.Variable(1.0)).save(tmp_path / "saved")
         ),
