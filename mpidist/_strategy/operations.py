@@ -213,6 +213,7 @@ def _reduce_pairs(
     custom = group.custom_ops
     if custom is not None and asked:
         reduced = custom.batch_reduce(op, asked, options)
+        registry.next_key()  # it draws none if all results are for one rank
     else:
         reduced = reduce_pairs(group, op, asked, options, call)
     for i, x in zip(moving, reduced, strict=True):

@@ -269,6 +269,21 @@ def test_reduction_to_one_device(strategy, strategy_with, rank, size):
         assert "Allreduce" not in calls
     rows = mine.run(lambda: mpidist.IndexedSlices([float(rank)], [rank]))
     assert mine.reduce("SUM", rows, axis=None).indices.tolist() == [*range(size)]
+
+    def merge_fn(distribution, one, other):  # the result for one rank has its own key
+        distribution.extended.reduce_to("SUM", one, ops._device)
+        return distribution.extended.reduce_to("SUM", other, other)
+
+    def replica_fn():
+        context = mpidist.get_replica_context()
+        return context.merge_call(merge_fn, (np.zeros(2), np.ones(3)))
+
+    held = mine.run(lambda: (1.0, 2.0))
+    kept = mine.extended.reduce_to("SUM", held[0], ops._device)
+    assert kept == (size if rank == size - 1 else None)
+    assert mine.experimental_local_results(mine.run(replica_fn))[0].tolist() == (
+        [size] * 3
+    )
     any_device = mpidist.ReductionToOneDevice("/device:CPU:0")
     x = strategy.run(lambda: 1.0)
     assert any_device.reduce("SUM", x, x) == size
