@@ -159,7 +159,7 @@ def compute_average_loss(
                 "out the mean over the examples"
             )
         if backend.is_number(sample_weight):  # it does not change the dtype
-            losses = losses * sample_weight
+            losses = losses * np.asarray(sample_weight).item()  # not of NumPy's types
         elif sample_weight is not None:
             cast = not is_guest and backend.number_kind(losses.dtype) == "f"
             losses = losses * row_factors(sample_weight, losses, _LOSS, cast)
@@ -250,7 +250,7 @@ def row_factors(sample_weight: Nest, losses: Any, call: str, cast: bool = True) 
         TypeError, ValueError: if they are not numbers, or of another shape.
     """
     weights = like(sample_weight, losses, call, cast)
-    weights = as_row_weights(call, sample_weight, weights, tuple(losses.shape))
+    weights = as_row_weights(call, weights, tuple(losses.shape))
     after = losses.ndim - weights.ndim
     return weights.reshape(tuple(weights.shape) + (1,) * after)
 

@@ -63,15 +63,14 @@ def as_int(
     return number
 
 
-def as_row_weights(call: str, given: object, weights: Any, shape: Shape) -> Any:
+def as_row_weights(call: str, weights: Any, shape: Shape) -> Any:
     """Return weights whose axes are the first ones of an array.
 
     Their last axes of length 1 that the array lacks are left out.
 
     Args:
         call: the method, for the message.
-        given: the argument.
-        weights: the array that it is, of any library.
+        weights: the argument, an array of any library.
         shape: of the array that they weigh.
 
     Raises:
@@ -80,6 +79,9 @@ def as_row_weights(call: str, given: object, weights: Any, shape: Shape) -> Any:
     own = tuple(weights.shape)
     while own and own[-1] == 1 and own != shape[: len(own)]:
         own = own[:-1]
-    what = f"`sample_weight` of shape {shape}, or of its first axes"
-    expect(own == shape[: len(own)], call, what, given, error=ValueError)
+    if own != shape[: len(own)]:
+        raise ValueError(
+            f"{call}: expected a number, or `sample_weight` of shape {shape}, or of "
+            f"its first axes, got {weights.dtype} {tuple(weights.shape)}"
+        )
     return weights.reshape(own)

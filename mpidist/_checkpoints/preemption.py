@@ -106,7 +106,9 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
     ) -> None:
         """Restore the newest checkpoint, and watch for signals. Collective."""
-        config = termination_config or TerminationConfig()
+        config = (
+            TerminationConfig() if termination_config is None else termination_config
+        )
         expect(
             isinstance(config, TerminationConfig),
             _CALL,

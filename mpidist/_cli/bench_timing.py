@@ -284,7 +284,9 @@ def _free_memory() -> float:
 
 # --- sizes and times ------------------------------------------------------------------
 
-_SIZE: Final = re.compile(r"(\d*\.?\d+(?:E\d+)?)\s*(?:(?:([KMG])(I?))?B)?")
+_SIZE: Final = re.compile(
+    r"((?:\d+\.?\d*|\.\d+)(?:E[-+]?\d+)?)\s*(?:(?:([KMG])(I?))?B)?"
+)
 
 
 def parse_size(text: str) -> int:

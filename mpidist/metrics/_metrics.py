@@ -270,7 +270,7 @@ def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
     if sample_weight is None:
         return None
     given = _array(sample_weight, call).astype(np.float64)
-    w: HostArray = as_row_weights(call, sample_weight, given, shape)
+    w: HostArray = as_row_weights(call, given, shape)
     missing = len(shape) - w.ndim if given.ndim else 0
     return w.reshape(w.shape + (1,) * missing)
 

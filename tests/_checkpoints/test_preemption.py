@@ -76,6 +76,10 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
     assert manager.latest_checkpoint == f"{manager.directory}/ckpt-2"
     with pytest.raises(TypeError, match=r"or a `mpidist\.Checkpoint` and"):
         mpidist.experimental.PreemptionCheckpointHandler(None, manager.checkpoint)
+    with pytest.raises(TypeError, match=r"`termination_config` to be a .* got {}"):
+        mpidist.experimental.PreemptionCheckpointHandler(
+            None, manager, termination_config={}
+        )
 
 
 @pytest.mark.mpi

@@ -209,7 +209,11 @@ def test_a_timing_says_if_it_is_noisy():
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("4", 4), ("4B", 4), ("64KiB", 65536), ("64 kib", 65536), ("1.5MB", 1_500_000)],
+    [
+        *(("4", 4), ("4B", 4), ("4.", 4), (".5KB", 500), ("64KiB", 65536)),
+        *(("64 kib", 65536), ("1.5MB", 1_500_000), ("1e+06", 1_000_000)),
+        ("1e-3MB", 1000),
+    ],
 )
 def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes

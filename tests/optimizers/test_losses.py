@@ -33,6 +33,9 @@ def test_average_loss_of_one_replica():
     assert mpidist.compute_average_loss(np.ones((0, 3), np.float16)) == 0
     big = np.full(3, 60_000, np.float16)  # whose sum is beyond float16
     assert mpidist.compute_average_loss(big) == 60_000
+    for weight in (0.5, np.float64(0.5), np.array(0.5)):
+        half = mpidist.compute_average_loss(np.ones(2, np.float32), weight)
+        assert (half, half.dtype) == (0.5, np.float32)
     assert mpidist.global_batch_size({"x": loss, "y": [per_pixel[:1, 0].T]}) == 3
 
 
@@ -43,7 +46,7 @@ def test_average_loss_of_one_replica():
         ((["x"],), TypeError, "expected"),
         ((np.ones(2), None, np.array([2])), TypeError, "to be an int"),
         ((np.ones(2), None, np.array(True)), TypeError, "to be an int"),
-        ((np.ones(2), np.ones(3)), ValueError, "`sample_weight`"),
+        ((np.ones(2), np.ones(3)), ValueError, r"`sample_weight` of .* float64 \(3,\)"),
         ((np.ones(2), None, -1), ValueError, "0 or more"),
         ((np.ones(2), None, 2.0), TypeError, "to be an int"),
     ],
