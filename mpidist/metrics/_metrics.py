@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -59,6 +60,14 @@ class Metric:
         dtype: accepted and ignored.
     """
 
+    _made: functools.partial[Self]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Note the arguments, for `get_config`."""
+        self = super().__new__(cls)
+        self._made = functools.partial(cls, *args, **kwargs)
+        return self
+
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
         self.name: str = name or _CAPITAL.sub("_", type(self).__name__).lower()
         self._weights: list[Variable] = []
@@ -102,6 +111,19 @@ class Metric:
         )
         self._weights.append(made)
         return made
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that it was made with, by name, for `from_config`."""
+        names = inspect.signature(type(self)).parameters
+        return {
+            **dict(zip(names, self._made.args, strict=False)),
+            **self._made.keywords,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return a new metric, without values, from what `get_config` returned."""
+        return cls(**config)
 
     @property
     def variables(self) -> list[Variable]:

@@ -101,12 +101,20 @@ class Optimizer:
     def __init__(
         self,
         learning_rate: LearningRate,
-        name: str | None,
-        clipping: tuple[float | None, float | None, float | None],
-        shard_state: bool,
+        name: str | None = None,
+        clipping: tuple[float | None, float | None, float | None] | None = None,
+        shard_state: bool = False,
         **settings: float,
     ) -> None:
         kind = type(self).__name__
+        if clipping is None:
+            raise TypeError(
+                f"{kind}: the constructor of `mpidist.optimizers.Optimizer` is not "
+                "Keras's. For other settings derive from an optimizer: write `class "
+                f"{kind}(mpidist.optimizers.SGD)`; for one that uses another write "
+                f"`class {kind}:`, with a property `variables`, so that checkpoints "
+                "have it, and a method `apply_gradients` that calls that of the other"
+            )
         if context.current().coordinator is not None:
             raise RuntimeError(
                 f"{kind}: an optimizer created in merge_fn exists on rank 0 only; "

@@ -337,7 +337,7 @@ def test_a_mirrored_strategy_warns_once_of_own_values(strategy):
         read(strategy.run(lambda: 1.0))  # of an MPIStrategy
         value = mirrored.run(lambda: 1.0)
         if mirrored.num_replicas_in_sync > 1:
-            with pytest.warns(RuntimeWarning, match="this rank's value only"):
+            with pytest.raises(RuntimeWarning, match="this rank's value only"):
                 read(value)
         assert read(value) == (1.0,)
         mirrored.close()

@@ -351,6 +351,30 @@ def test_a_metric_of_ones_own(strategy, size):
         metric.add_weight(initializer="ones")
 
 
+def test_a_metric_is_made_again_from_its_config(strategy):
+    class Scaled(mpidist.metrics.Mean):
+        def __init__(self, scale, name="scaled", **kwargs):
+            super().__init__(name=name, **kwargs)
+            self.scale = scale
+
+        def result(self):
+            return self.scale * super().result()
+
+    with strategy.scope():
+        for metric in (
+            mpidist.metrics.Precision([0.1, 0.9], name="p"),
+            Scaled(3, dtype=np.float32),
+        ):
+            config = metric.get_config()
+            again = type(metric).from_config(config)
+            assert again.get_config() == config
+            assert again.name == metric.name
+        again.update_state([1.0, 3.0])
+    assert config == {"scale": 3, "dtype": np.float32}
+    assert again.result() == 6.0
+    assert metric.result() == 0.0
+
+
 def test_thresholds_keep_their_order_and_are_from_0_to_1():
     metrics = mpidist.metrics
     given = [0, 1, 1], [0.5, 0.5, 0.8]

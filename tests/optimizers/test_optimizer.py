@@ -655,3 +655,15 @@ def test_a_gradient_may_be_what_a_replica_keeps(strategy, size):
     assert w.numpy().tolist() == [-float(sum(range(size)))] * 2
     with strategy.scope(), pytest.raises(TypeError, match="which is ON_READ; write"):
         optimizer.apply_gradients([(kept, w)])
+
+
+def test_a_class_derived_as_from_kerass_says_what_to_write():
+    class Average(mpidist.optimizers.Optimizer):
+        def __init__(self, optimizer, name="average", **kwargs):
+            super().__init__(name, **kwargs)
+
+    for kwargs in ({}, {"clipnorm": 1.0}):
+        with pytest.raises(
+            TypeError, match=r"`class Average\(mpidist\..*`class Average:`"
+        ):
+            Average(mpidist.optimizers.SGD(0.1), **kwargs)
