@@ -212,12 +212,14 @@ def ask(process: Process) -> str:
 
 
 def _frames_in(text: str) -> str:
-    """Return the frames in what `faulthandler` has written, after its title.
+    """Return the frames in what `faulthandler` has written, after its last title.
+
+    There are two if another rank asks at the same time.
 
     Args:
         text: perhaps not all of it: a process may end while it writes.
     """
-    frames = text[: text.rfind("\n") + 1].splitlines()[1:]
+    frames = text[: text.rfind("\n") + 1].rpartition("first):\n")[2].splitlines()
     own = [line for line in frames if _OURS not in line]  # as in tracebacks
     if own and not debugging():
         frames = own

@@ -201,3 +201,4 @@ def test_a_process_that_ends_while_it_writes_its_stack():
     for length in range(len(DUMP) + 1):
         shown = stacks._frames_in(DUMP[:length])
         assert shown == "\n".join(lines[1 : DUMP[:length].count("\n")])
+    assert stacks._frames_in(DUMP + DUMP) == stacks._frames_in(DUMP)
