@@ -183,7 +183,6 @@ class Group:
         self._core = core = reduce_on_node(resources, signature)
         self._wanted = signature.root in (None, resources.comm.rank)
         self._compression = signature.compress() if signature.compress else None
-        self._pieces = _cut(core.nbytes, core.pieces)  # as the core's own
         self._ranges = list(zip(core.starts, nest.sizes, strict=True))
         self._runs = _find_runs(nest.rows, self._ranges)
         self._divisor = max((row.divisor for row in nest.rows), default=0)
@@ -255,7 +254,7 @@ class Group:
         self._slice = None
         if peers is None:
             return
-        first, last = self._pieces[piece], self._pieces[piece + 1]
+        first, last = self._core.piece(piece)
         cuts = _cut(last - first, nodes.slices)
         a, b = cuts[me], cuts[me + 1]
         if a == b:
@@ -353,5 +352,5 @@ def _find_runs(
 
 def _cut(nbytes: int, count: int) -> list[int]:
     """Return the limits of ``count`` equal parts, in bytes, at cache lines."""
-    lines, count = nbytes // LINE, max(1, count)
+    lines = nbytes // LINE
     return [lines * k // count * LINE for k in range(count + 1)]

@@ -432,6 +432,16 @@ static PyObject *Reduce_finish(Reduce *self, PyObject *ignored) {
   Py_RETURN_NONE;
 }
 
+static PyObject *Reduce_piece(Reduce *self, PyObject *piece) {
+  long p = PyLong_AsLong(piece);
+  if (p == -1 && PyErr_Occurred()) return NULL;
+  if (p < 0 || p >= self->nest.pieces)
+    return PyErr_Format(PyExc_ValueError, "Reduce: there is no piece %ld", p);
+  size_t first, last;
+  md_piece(&self->nest, (int)p, &first, &last);
+  return Py_BuildValue("nn", (Py_ssize_t)first, (Py_ssize_t)last);
+}
+
 static PyObject *Reduce_starts(Reduce *self, void *closure) {
   (void)closure;
   PyObject *list = PyList_New(self->nest.count);
@@ -470,6 +480,8 @@ static PyMethodDef Reduce_methods[] = {
      "reduce_range(first, copies, out)\n--\n\nReduce a range of the layout, of several copies.\n\n"
      "Args:\n    first: where it begins.\n    copies: buffers of its size, one after the other.\n"
      "    out: for the result; it may be one of the copies."},
+    {"piece", (PyCFunction)Reduce_piece, METH_O,
+     "piece(number)\n--\n\nReturn where a piece begins and ends in the layout."},
     {NULL}};
 static PyMemberDef Reduce_members[] = {
     {"nbytes", T_PYSSIZET, offsetof(Reduce, nest.nbytes), READONLY, "Bytes of the layout."},
