@@ -217,13 +217,18 @@ def _view_of_torch(x: Guest, call: str) -> Any:
 
 def _keep_until_read(x: Guest) -> None:
     """Have torch not reuse the memory of a tensor before CuPy's stream has read it."""
+    theirs, ours = _streams(x)
+    if theirs != ours:
+        x.record_stream(ours)
+
+
+def _streams(x: Guest) -> tuple[Any, Any]:
+    """Return torch's current stream on a tensor's GPU, and CuPy's, both as torch's."""
     cuda, number = sys.modules["torch"].cuda, gpus.current_stream().ptr
-    if cuda.current_stream(x.device).cuda_stream == number:
-        return
-    ours = cuda.default_stream(x.device)  # 0 is no number of an external stream
-    if number != ours.cuda_stream:
-        ours = cuda.ExternalStream(number, device=x.device)
-    x.record_stream(ours)
+    for known in (cuda.current_stream(x.device), cuda.default_stream(x.device)):
+        if known.cuda_stream == number:  # 0 is no number of an external stream
+            return cuda.current_stream(x.device), known
+    return cuda.current_stream(x.device), cuda.ExternalStream(number, device=x.device)
 
 
 def _device_of_jax(x: Guest, call: str) -> Any:
@@ -327,11 +332,10 @@ def _to_torch(array: Array) -> Guest:
         tensor = torch.from_numpy(raw if writable else np.array(raw))
     else:
         tensor = torch.from_dlpack(raw)
-        theirs = torch.cuda.current_stream(tensor.device).cuda_stream
-        ours = gpus.current_stream()
-        if theirs != ours.ptr:
+        theirs, ours = _streams(tensor)
+        if theirs != ours:
             # CuPy would reuse the memory for a later result while torch's kernels read
             # this one: it waits for the copy.
             tensor = tensor.clone()
-            ours.wait_event(sys.modules["cupy"].cuda.ExternalStream(theirs).record())
+            ours.wait_stream(theirs)
     return tensor.view(torch.bfloat16) if short else tensor
