@@ -24,6 +24,7 @@ from mpidist._collectives.observed import (
     has_values,
     memory_for,
     nest_of_all,
+    values_by_mpi,
     values_from_rank_0,
     values_of_ranks,
     values_to_all,
@@ -196,7 +197,7 @@ class Copies:
 
     # --- a list of values per rank ------------------------------------------------
 
-    @observed(values_of_ranks)
+    @observed(values_by_mpi)
     @timed
     def collect(self, values: list[Any], call: str) -> list[list[Any]]:
         """Return the values of all ranks on rank 0; an empty list on the others.
@@ -238,7 +239,7 @@ class Copies:
         comm.gather(own[: counts[comm.rank]], to_here, counts, 0)
         return received
 
-    @observed(values_of_ranks, has_values)
+    @observed(values_by_mpi, has_values)
     @timed
     def scatter(self, values: list[list[Any]] | None, call: str) -> list[Any]:
         """Give each rank its list of values from rank 0. Collective.

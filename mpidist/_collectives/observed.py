@@ -75,6 +75,13 @@ def values_of_ranks(
     return calls.call(bytes_of(values), _route_of(piece.resources, None))
 
 
+def values_by_mpi(
+    calls: Calls, piece: Piece, values: Any, call: str
+) -> AbstractContextManager[Span]:
+    """Observe a collective of values that rank 0 alone gets or has."""
+    return calls.call(bytes_of(values), "mpi")
+
+
 def values_to_all(
     calls: Calls, piece: Piece, values: list[Any], call: str
 ) -> AbstractContextManager[Span]:

@@ -194,6 +194,7 @@ class StrategyExtended:
         frame = context.require_cross_replica(self._group, "update_non_slot")
         if not isinstance(colocate_with, Variable) and (
             not isinstance(colocate_with, (tuple, list))
+            or not all(isinstance(name, str) for name in colocate_with)
             or tuple(colocate_with) != self._group.device_names
         ):
             with dispatch.checking(self._group, "update_non_slot"):

@@ -54,7 +54,8 @@ class CommunicationStatistics:
     Attributes:
         seconds: time in collectives, including waiting for other ranks.
         calls: number of collectives that moved arrays, by the name of MPI's operation
-            of the same meaning. On one node they go through shared memory.
+            of the same meaning, and of rank 0's messages to all (``Ibcast``). On one
+            node most of them go through shared memory.
         bytes: bytes of this rank's buffers in them, by that name.
         mpi_calls: number of calls of MPI's own functions, by name: those that moved
             arrays, and those of headers and messages.

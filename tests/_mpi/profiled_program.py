@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +50,8 @@ def zeros(count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 with strategy.scope():
     variable = mpidist.Variable(zeros(mib))
+checkpoint = mpidist.Checkpoint(variable=variable)
+saved = checkpoint.save(sys.argv[1])
 
 
 def all_reduce(count: int) -> Callable[[], Any]:
@@ -85,6 +88,9 @@ CALLS: dict[str, Callable[[], Any]] = {
         lambda strategy, x: variable.assign(strategy.reduce("SUM", x, axis=None)),
         zeros(mib),
     ),
+    "`merge_call` that looks at 1 MiB of each rank": merge_call(
+        lambda strategy, x: len(strategy.experimental_local_results(x)), zeros(mib)
+    ),
 }
 # Outside of it.
 OTHERS: dict[str, Callable[[], Any]] = {
@@ -92,6 +98,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "`Strategy.reduce` of a number": lambda: strategy.reduce("SUM", number, axis=None),
     "`Strategy.gather` of 4 B": lambda: strategy.gather(row, axis=0),
     "`Variable.assign` of 1 MiB": lambda: variable.assign(zeros(mib)),
+    "`broadcast_to` of 1 MiB": lambda: strategy.extended.broadcast_to(
+        zeros(mib), variable
+    ),
+    "`Checkpoint.restore` of 1 MiB": lambda: checkpoint.restore(saved),
 }
 
 

@@ -334,6 +334,7 @@ def test_other_wrong_arguments(strategy, rank, in_cross_replica):
         (TypeError, lambda s, x: s.extended.broadcast_to("text", x)),
         (ValueError, lambda s, x: s.extended.update_non_slot("there", abs)),
         (ValueError, lambda s, x: s.extended.update_non_slot(("a", "b"), abs)),
+        (ValueError, lambda s, x: s.extended.update_non_slot([np.ones(3)], abs)),
     ):
         raises_everywhere(kind, lambda call=call: in_cross_replica(call, 1.0))
     assert (

@@ -155,6 +155,19 @@ class TestLines:
             assert texts[4].startswith("update of Variable 'w' [#")
         assert [int(line["bytes"]) for line in lines[:4]] == [0, 32, 32, 24]
 
+    def test_what_rank_0_gets_or_gives_moves_by_mpi(self, traced, listener, rank, size):
+        def merge_fn(strategy, x):
+            strategy.experimental_local_results(x)
+            return strategy.experimental_distribute_values_from_function(
+                lambda value: np.ones(2)
+            )
+
+        traced.run(lambda: context().merge_call(merge_fn, args=(np.ones(4),)))
+        routes = {text: route for text, route, _ in shown(listener.take(rank))}
+        if size > 1:
+            assert routes["experimental_local_results of 1 values"] == "mpi"
+            assert routes["scatter a PerReplica of the coordinator"] == "mpi"
+
     def test_merge_call_and_its_commands(self, traced, listener, rank, size):
         def merge_fn(strategy, x):
             return strategy.extended.reduce_to("SUM", x, x)
