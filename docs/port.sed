@@ -5,9 +5,9 @@ N
 /\n\s*(def|async|@)\b[^\n]*$/!bmore
 s/.*\n//
 }
-s/^(import .*), *tensorflow as tf$/\1, contextlib, logging as tf_logging, os, shutil, mpidist/
-s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, logging as tf_logging, os, shutil\nimport numpy as np\nimport mpidist/
-/^(from tensorflow import keras|import tf_keras)$/d
+s/^(import .*), *tensorflow as tf$/\1, contextlib, glob as tf_glob, logging as tf_logging, os, shutil, mpidist/
+s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, glob as tf_glob, logging as tf_logging, os, shutil\nimport numpy as np\nimport mpidist/
+/^(from tensorflow import keras|import (tf_)?keras)$/d
 s/\btf_keras\./tf.keras./g
 /^\s*from (tensorflow\.)?keras\.optimizers import\b/{
 :join
@@ -39,12 +39,17 @@ s/tf\.data\.(experimental\.)?/mpidist.data./g
 s/\btf\.train\.CheckpointOptions\(/(lambda *_, **__: None)(/g
 s/\btf\.train\.CheckpointOptions\b/object/g
 s/tf\.train\.list_variables\(([^()]*(\([^()]*\))?)\)/[(name, x.shape) for name, x in mpidist.load_checkpoint(\1).items()]/g
+s/tf\.train\.load_variable\(([^(),]*(\([^()]*\))?), *([^()]*)\)/mpidist.load_checkpoint(\1)[\3]/g
+s/\b(checkpoint|ckpt|reader)\.get_tensor\(([^()]*)\)/\1[\2]/g
+s/\/\.ATTRIBUTES\/VARIABLE_VALUE//g
+/Checkpoint\(self[,)]/!s/\btf\.train\.Checkpoint\((root *= *)?((\w+\.)*)([A-Za-z_]\w*)([,)])/mpidist.Checkpoint(\4=\2\4\5/g
 s/tf\.train\.ClusterSpec/mpidist.cluster.ClusterSpec/g
 s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
 s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
 s/tf\.train\./mpidist./g
 s/(checkpoint|ckpt)\.write\(/\1.save(/g
 s/(checkpoint|ckpt)\.read\(/\1.restore(/g
+s/tf\.experimental\.Optional\b/mpidist.data.Optional/g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
 s/\b(tf\.)?keras\.mixed_precision\.(experimental\.)?LossScaleOptimizer\b/mpidist.optimizers.LossScaleOptimizer/g
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
@@ -104,10 +109,12 @@ s/\btf\.(math\.)?pow\b/np.power/g
 s/\btf\.(math\.)?add_n\b/sum/g
 s/\btf\.(newaxis|pi)\b/np.\1/g
 s/\btf\.bool\b/bool/g
+s/\btf\.string\b/np.str_/g
 s/\btf\.nn\.relu\(/np.maximum(0, /g
 s/\btf\.nn\.(sparse_)?softmax_cross_entropy_with_logits\(/(lambda labels, logits, *, name=None: mpidist.losses.\1categorical_crossentropy(labels, logits, from_logits=True))(/g
 s/\btf\.boolean_mask\(/(lambda tensor, mask, *, name=None: np.asarray(tensor)[np.asarray(mask, bool)])(/g
 s/\btf\.clip_by_value\b/np.clip/g
+s/\bclip_value_(max|min) *=/a_\1=/g
 s/\btf\.concat\b/np.concatenate/g
 /\bnorm\(.*\bord *=/!s/\btf\.(linalg\.)?norm\b/np.linalg.norm/g
 s/\btf\.fill\b/np.full/g
@@ -133,12 +140,24 @@ s/\btf\.summary\.experimental\.([gs]et_step)\b/mpidist.summary.\1/g
 s/\btf\.group\(/(lambda *calls: None)(/g
 s/\btf\.no_op\(\)/None/g
 s/\btf\.print\(/print(/g
+s/\btf\.gfile\.(Copy|Exists|Glob|MakeDirs|MkDir|Remove|Rename|Stat|Walk)\(/tf.io.gfile.\L\1(/g
+s/\btf\.gfile\.DeleteRecursively\(/tf.io.gfile.rmtree(/g
+s/\btf\.gfile\.IsDirectory\(/tf.io.gfile.isdir(/g
+s/\btf\.gfile\.ListDirectory\(/tf.io.gfile.listdir(/g
+s/\btf\.(io\.)?gfile\.(FastGFile|GFile|Open)\((name *= *)?/open(/g
 s/\b(tf\.io\.gfile|os\.path)\.exists\(os\.path\.join\(([^()]*), *["']checkpoint["']\)\)/(mpidist.latest_checkpoint(os.path.join(\2)) is not None)/g
+s/\btf\.io\.gfile\.(copy|rename)\((.*), *(overwrite *= *)?True\)/tf.io.gfile.\1(\2)/g
+s/\btf\.io\.gfile\.copy\(/shutil.copyfile(/g
+s/\btf\.io\.gfile\.glob\(/tf_glob.glob(/g
+s/\btf\.io\.gfile\.join\(/os.path.join(/g
+s/\btf\.io\.gfile\.rename\(/os.replace(/g
+s/\btf\.io\.gfile\.stat\(([^()]*)\)\.length\b/os.path.getsize(\1)/g
+s/\btf\.io\.gfile\.walk\(/os.walk(/g
 s/\btf\.io\.gfile\.(exists|isdir)\(/os.path.\1(/g
 s/\btf\.io\.gfile\.(listdir|remove)\(/os.\1(/g
+s/\btf\.io\.gfile\.(mkdir|makedirs)\(([^()]*(\([^()]*\))?[^()]*)\)/os.makedirs(\2, exist_ok=True)/g
 s/\btf\.io\.gfile\.(mkdir|makedirs)\((.*)\)$/os.makedirs(\2, exist_ok=True)/
 s/\btf\.io\.gfile\.rmtree\((.*)\)$/shutil.rmtree(\1, ignore_errors=True)/
-s/\btf\.io\.gfile\.GFile\(/open(/g
 /^\s*(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/d
 s/\btf\.function\(/(lambda func=lambda f: f, *_, **__: func)(/g
 s/\btf\.get_variable\(([^,]*), *(shape=)?(\[[^]]*\]), *initializer=tf\.zeros_initializer(\(\))?\)/mpidist.Variable(np.zeros(\3), name=\1)/
@@ -146,6 +165,7 @@ s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|
 s/\btf\.(global_variables_initializer|layers|placeholder|trainable_variables)\b/mpidist.\1/g
 s/\btf\.(GradientTape|gradients|Module|config|debugging|errors|function|io|keras|losses|metrics)\b/mpidist.\1/g
 s/\btf\.(nn|profiler|random|saved_model|summary|test|tpu|types)\b/mpidist.\1/g
+/^\s*(from|import) /!s/(^|[^].[:alnum:]_"'`])keras\.(\w)/\1mpidist.keras.\2/g
 s/\.value\(\)/.read_value()/g
 s/\b(\w+(\.\w+|\[[^][]*\]|\(([^()]|\([^()]*\))*\))*)\.numpy\(\)/np.array(\1)[()]/g
 s/\.numpy\(\)//g

@@ -76,8 +76,9 @@ def select_device(request: Any, local_rank: int) -> Device:
         if kind == "auto":
             return Device("cpu")
         raise RuntimeError(
-            f'MPIStrategy: device={request!r}, but {reason}; write device="cpu", or '
-            "install the extra `cuda12` or `cuda13` on a machine with a GPU"
+            f'MPIStrategy: device={request!r}, but {reason}; write device="cpu" '
+            "(`MirroredStrategy()`, without its `devices`), or install the extra "
+            "`cuda12` or `cuda13` on a machine with a GPU"
         )
     chosen = int(index) if index else local_rank % count
     if chosen >= count:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from mpidist._base.remedies import explain_attributes
 from mpidist._values.variable import Variable
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @explain_attributes
@@ -40,6 +45,34 @@ class Module:
     def trainable_variables(self) -> tuple[Variable, ...]:
         """Those of the variables that are trainable."""
         return tuple(v for v in self.variables if v.trainable)
+
+    @property
+    def non_trainable_variables(self) -> tuple[Variable, ...]:
+        """Those of the variables that are not trainable."""
+        return tuple(v for v in self.variables if not v.trainable)
+
+    @property
+    def name_scope(self) -> contextlib.AbstractContextManager[None]:
+        """A context without effect: names of variables are as they are given."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def with_name_scope(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Return ``method``, as names of variables are as they are given."""
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method ``call``, which classes derived from Keras's models define.
+
+        Raises:
+            TypeError: if the class has neither ``__call__`` nor ``call``.
+        """
+        if not hasattr(self, "call"):
+            raise TypeError(
+                f"{type(self).__name__!r} object is not callable; write `def __call__("
+                "self, x):` in its class"
+            )
+        return self.call(*args, **kwargs)
 
     @property
     def submodules(self) -> tuple[Module, ...]:

@@ -170,6 +170,8 @@ class PaddedBatch(Batch):
 
 
 def _as_shape(sizes: object) -> _Shape:
+    if isinstance(sizes, (int, np.integer)):
+        sizes = (sizes,)
     if not isinstance(sizes, (tuple, list)) or not all(map(_is_size, sizes)):
         raise LookupError
     return tuple(None if size in (None, -1) else int(size) for size in sizes)

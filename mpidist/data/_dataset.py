@@ -523,10 +523,10 @@ class Dataset(metaclass=_Names):
 
         Args:
             batch_size: the number of rows in a batch, as in `batch`.
-            padded_shapes: the shape of each array of an element: a tuple, or a nest of
-                tuples like an element. For a size of None or -1, or without shapes, it
-                is that of the longest row of the batch; to find it, each rank of a
-                distributed dataset has to load all rows.
+            padded_shapes: the shape of each array of an element: a tuple, or a number
+                for a vector, or a nest of them like an element. For a size of None or
+                -1, or without shapes, it is that of the longest row of the batch; to
+                find it, each rank of a distributed dataset has to load all rows.
             padding_values: a value for each array, or one for all; None: 0, False or an
                 empty string.
             drop_remainder: whether to drop a last batch with fewer rows.

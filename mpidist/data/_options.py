@@ -9,11 +9,14 @@ import types
 from dataclasses import field
 from typing import Any, Final
 
+import numpy as np
+
 from mpidist._base.expect import expect
 from mpidist._base.types import DType
 
 INFINITE_CARDINALITY: Final = -1
 UNKNOWN_CARDINALITY: Final = -2
+_FLOAT32: Final = np.dtype(np.float32)
 
 
 class InputReplicationMode(enum.Enum):
@@ -65,11 +68,11 @@ class ArraySpec:
 
     Attributes:
         shape: the sizes; None for one that is unknown or differs between elements.
-        dtype: the NumPy dtype.
+        dtype: the NumPy dtype; float32 if none is given, as in tf.TensorSpec.
     """
 
     shape: tuple[int | None, ...]
-    dtype: DType
+    dtype: DType = _FLOAT32
     name: dataclasses.InitVar[str | None] = None  # accepted, as in tf.TensorSpec
 
     def __post_init__(self, name: str | None) -> None:

@@ -55,6 +55,16 @@ class Optional:
     ) -> None:
         self._element, self._has_value, self._spec = element, has_value, spec
 
+    @classmethod
+    def from_value(cls, value: Nest) -> Self:
+        """Return one that holds ``value``, a nest of arrays and numbers."""
+        return cls(value, has_value=True)
+
+    @classmethod
+    def empty(cls, element_structure: Nest) -> Self:
+        """Return one that holds nothing, with the specs of the elements that it may."""
+        return cls(spec=lambda: element_structure)
+
     def has_value(self) -> bool:
         """Return whether there is an element."""
         return self._has_value

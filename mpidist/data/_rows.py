@@ -209,7 +209,7 @@ def lists_to_arrays(tree: Nest) -> Nest:
 
 
 def _is_array(tree: Nest) -> bool:
-    if isinstance(tree, list):
+    if isinstance(tree, (list, tuple)):  # in a list, which is an array in TensorFlow
         return all(map(_is_array, tree))
     return isinstance(tree, (bool, int, float, complex, str, bytes, np.generic))
 

@@ -78,3 +78,11 @@ def test_variables_of_metrics_and_optimizers(strategy):
         model.optimizer.build([w])
         assert list(model.__checkpoint_objects__())[2] == "optimizer/sgd/iterations"
         assert model.trainable_variables == (w,)
+
+
+def test_a_module_that_cannot_be_called_says_so():
+    class Empty(mpidist.Module):
+        pass
+
+    with pytest.raises(TypeError, match=r"'Empty' object is not callable; write `def"):
+        Empty()(1)

@@ -165,8 +165,13 @@ def test_library_code_with_a_merge_call(tmp_path):
     [
         ("tf.config.list_physical_devices('GPU')", "delete the line"),
         ("tf.random.Generator.from_seed(1)", "numpy.random.default_rng"),
-        ("tf.io.gfile.glob('d')", "os.makedirs"),
+        ("tf.io.gfile.get_registered_schemes()", "os.makedirs"),
         ("tf.keras.metrics.MeanIoU(2)", "mpidist.metrics.Metric"),
+        (
+            "from tensorflow import keras\nkeras.layers.Dense(2)",
+            "array code for layers",
+        ),
+        ("tf.keras.losses.Dice()", "mpidist.losses.Loss"),
         ("tf.keras.datasets.mnist.load_data()", "torchvision"),
         ("tf.compat.v1.train.AdamOptimizer()", "mpidist.optimizers.Adam"),
     ],
@@ -294,3 +299,59 @@ if x.shape.is_fully_defined():
     assert (found["double"](4), found["triple"](4)) == (8, 12)
     assert len(found["Net"]().trainable_variables) == 1
     assert found["shapes"] == [[3], [2, 3], 2, 2]
+
+
+def test_what_the_docstrings_of_tensorflow_write(tmp_path):
+    program = """import tensorflow as tf
+import keras
+class Net(keras.Model):
+  def __init__(self):
+    super().__init__()
+    with self.name_scope:
+      self.w = tf.Variable([1.0, 2.0])
+      self.seen = tf.Variable(0, trainable=False)
+
+  def call(self, x, training=False):
+    return self.w * x
+
+  @tf.Module.with_name_scope
+  def twice(self, x):
+    return self(2 * x, training=True)
+
+model = Net()
+others = [v.dtype for v in model.non_trainable_variables]
+full = tf.experimental.Optional.from_value(42)
+empty = tf.experimental.Optional.empty(tf.TensorSpec(shape=[]))
+clipped = tf.clip_by_value([1.0, 5.0], clip_value_min=0, clip_value_max=2)
+texts = tf.data.Dataset.from_generator(lambda: iter(["a"]), tf.string)
+pairs = list(tf.data.Dataset.from_tensor_slices([(7, 8), (9, 10)]))
+path = tf.train.Checkpoint(model).save(tf.io.gfile.join(FOLDER, "ckpt"))
+both = tf.train.Checkpoint(root=model, step=tf.Variable(1))
+both.restore(path, partial=True)
+reader = tf.train.load_checkpoint(path)
+w = reader.get_tensor("model/w/.ATTRIBUTES/VARIABLE_VALUE")
+same = tf.train.load_variable(path, "model/w/.ATTRIBUTES/VARIABLE_VALUE")
+new = os.path.join(FOLDER, "new")
+tf.io.gfile.makedirs(new)  # with a comment
+with tf.io.gfile.GFile(name=os.path.join(new, "x"), mode="w") as f:
+  f.write("hello")
+x = os.path.join(new, "x")
+tf.io.gfile.copy(x, x + "2", overwrite=True)
+tf.gfile.Copy(x, x + "3")
+tf.io.gfile.rename(x + "3", x + "4", overwrite=True)
+found = sorted(os.path.basename(one) for one in tf.compat.v1.gfile.Glob(new + "/*"))
+walked = [names for _, _, names in tf.io.gfile.walk(new)]
+size = tf.io.gfile.stat(x).length
+"""
+    found: dict[str, object] = {"FOLDER": str(tmp_path / "d")}
+    exec(ported(program, tmp_path).read_text(), found)
+    assert found["model"].twice(3.0).tolist() == [6.0, 12.0]
+    assert [d.name for d in found["others"]] == ["int64"]
+    full, empty = found["full"], found["empty"]
+    assert (full.has_value(), full.get_value(), empty.has_value()) == (True, 42, False)
+    assert (empty.element_spec.dtype, found["clipped"].tolist()) == ("f4", [1.0, 2.0])
+    assert [str(x) for x in found["texts"]] == ["a"]
+    assert [x.tolist() for x in found["pairs"]] == [[7, 8], [9, 10]]
+    assert found["w"].tolist() == found["same"].tolist() == [1.0, 2.0]
+    assert (found["found"], found["size"]) == (["x", "x2", "x4"], 5)
+    assert [sorted(names) for names in found["walked"]] == [["x", "x2", "x4"]]
