@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import IO, Final
 
 _PATIENCE_SECONDS: Final = 1.0
 _MOST_PENDING: Final = 10_000  # while the thread is stuck; later ones are lost
@@ -123,19 +123,33 @@ def write_stderr(text: str) -> None:
     """Write to standard error, in this thread, past the buffer of Python.
 
     A thread that is stuck in the buffer has its lock, and Python flushes it at the end.
+    If the program has closed it, or replaced it by something that raises, the text goes
+    where the process began to write.
     """
-    stream, own = sys.stderr, sys.__stderr__
-    if stream is None:
-        return
-    if stream is not own or own is None:  # replaced by the program
+    for stream in (sys.stderr, sys.__stderr__, sys.__stdout__):
+        if stream is not None:
+            with contextlib.suppress(Exception):
+                _write_to(stream, text)
+                return
+
+
+def _write_to(stream: IO[str], text: str) -> None:
+    if stream is not sys.__stderr__ and stream is not sys.__stdout__:  # the program's
         stream.write(text)
         stream.flush()
         return
-    file = own.fileno()
-    data = text.encode(own.encoding, "backslashreplace")
+    file = stream.fileno()
+    data = text.encode(stream.encoding, "backslashreplace")
     while data:
         select.select([], [file], [])  # it may have been made non-blocking
         data = data[os.write(file, data) :]
+
+
+def flush_streams() -> None:
+    """Flush what Python holds of the program's output, as far as it can be flushed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, None, or the program's own
+            stream.flush()
 
 
 def warn(text: str) -> None:

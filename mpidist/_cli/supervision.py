@@ -116,8 +116,9 @@ class Supervisor:
                 if os.path.exists(ended + BEGUN):
                     _say(
                         "no rank has come to the end of its program, although mpirun "
-                        "returns 0: one has left it by `os._exit(0)`, for example, and "
-                        "mpirun has ended the others. Leave by `sys.exit(0)`"
+                        "returns 0: one has left it by `os._exit(0)`, for example, or "
+                        "a host was lost, and mpirun has ended the others. Leave by "
+                        "`sys.exit(0)`"
                     )
                     return 1
         return 128 - code if code < 0 else code

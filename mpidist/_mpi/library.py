@@ -57,10 +57,10 @@ def mpi_module() -> MpiModule:
 
     Raises:
         ImportError: if there is no MPI library.
-        RuntimeError: in a process that was forked by a rank.
+        RuntimeError: in a process that a rank has started, or forked.
     """
-    if _in_child:
-        raise RuntimeError(f"MPIStrategy: {IN_CHILD}")
+    if _in_child or "mpi4py.MPI" not in sys.modules:
+        check_is_rank()
     try:
         return importlib.import_module("mpi4py.MPI")
     except RecursionError:  # a RuntimeError, but of the caller
@@ -73,12 +73,33 @@ def mpi_module() -> MpiModule:
         ) from error
 
 
+def check_is_rank() -> None:
+    """Refuse MPI in a process that a rank has started, or forked.
+
+    Raises:
+        RuntimeError: in that case.
+    """
+    if _in_child:
+        raise RuntimeError(f"MPIStrategy: {IN_CHILD}")
+    if (above := launcher.find_rank_above()) is not None:
+        raise RuntimeError(
+            "MPIStrategy: this process is no rank: a rank, which uses MPI, has started "
+            f"it (process {above}), and MPI would take it for that rank. Make "
+            "collective calls in the rank. `multiprocessing` imports the program again "
+            "in the processes that it starts by spawn or forkserver: put what only "
+            'ranks do under `if __name__ == "__main__":`. Start a job of its own '
+            "without the launcher's variables (OMPI_*, PMIX_*, PMI_*)"
+        )
+
+
 def check_communicator(comm: Any) -> MpiComm:
     """Return ``comm``, or COMM_WORLD for None.
 
     Raises:
         TypeError, ValueError: if it is not an intra-communicator.
+        RuntimeError: in a process that a rank has started.
     """
+    check_is_rank()
     mpi = mpi_module()
     if comm is None:
         return mpi.COMM_WORLD

@@ -117,7 +117,10 @@ class entered:  # noqa: N801 - written as a function: `with entered(frame):`
 
     def __exit__(self, *error: object) -> None:
         frames = self._frames
-        if frames[-1] is not self._frame:
+        if not frames or frames[-1] is not self._frame:
+            if error[0] is GeneratorExit and self._frame in frames:
+                frames.remove(self._frame)  # another generator's may be open inside
+                return
             if error[0] is not None and self._frame in frames:
                 # It may have come in the last line of a block inside this one.
                 del frames[frames.index(self._frame) :]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -130,15 +130,16 @@ def end_job(
     def tell() -> None:
         # Not with `logging`: the text must be written before MPI_Abort ends the
         # process, and a handler may buffer it, or be off.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        reporting.flush_streams()
         reporting.write_stderr(text)
 
     reporting.write(tell, _TELL_SECONDS)
     if show is not None and not reporting.is_stuck():
-        with contextlib.suppress(Exception, SystemExit):
+        try:
             show()  # in this thread: it may be a debugger
-            sys.stderr.flush()
+        except (Exception, SystemExit):
+            reporting.write_stderr(traceback.format_exc() + format_exception(error))
+        reporting.flush_streams()
     if reporting.is_stuck() and gave_up():
         time.sleep(_UNREAD_SECONDS)  # until another, which may be read, ends the job
         _abort(1)
@@ -187,7 +188,7 @@ def end_interrupted(rank: int, error: KeyboardInterrupt) -> NoReturn:
     tells = all(one.notices.tells_user for one in own)
 
     def tell() -> None:
-        sys.stdout.flush()
+        reporting.flush_streams()
         if tells:
             line = f"mpidist: rank {rank}: {termination.describe(error)}\n"
             termination.tell(line, error)

@@ -346,8 +346,7 @@ def _flush() -> None:
     if not reporting.is_stuck():
         with contextlib.suppress(Exception):
             logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
+        reporting.flush_streams()
 
 
 atexit.register(_end)  # so early that it runs after the functions of users

@@ -145,7 +145,12 @@ def begin(path: str, communicator: Communicator, guard: Guard) -> None:
     if recording is not None:
         is_thread = threads.current() is not None
         rank = communicator.machine_rank if is_thread else library.world_rank()
-        recording.open(rank or 0)
+        try:
+            recording.open(rank or 0)
+        except OSError as error:
+            if recording in _of_program:
+                error.add_note(f"It is the timeline that MPIDIST_TIMELINE={path} names")
+            raise
         recording.guards.append((communicator.size, weakref.ref(guard)))
 
 

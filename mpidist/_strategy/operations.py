@@ -73,8 +73,8 @@ def _call_for_each_replica(
             return None
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise TypeError(
-                f"run: {call.text} is a generator or async function, which has not "
-                "begun when it returns; write a plain function"
+                f"run: {fn!r} is a generator or async function, which has not begun "
+                "when it returns; write a plain function"
             )
         section.set_result(str(nest.flatten(result)[1]), keys)
         return result

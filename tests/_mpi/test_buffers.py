@@ -256,7 +256,7 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
     headers = between.CoreHeaders(comm, said_on(comm, kind), crowded=True)
     channel = headers.channel
     name = "allreduce" if few == 0 else "allgather"
-    if kind == "new":
+    if kind == "new" and between._has_persistent():
         name = f"Start of {name.capitalize()}_init"
     else:
         name = f"I{name}"

@@ -145,6 +145,22 @@ def test_scopes_left_in_the_wrong_order(strategy, new_strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_scopes_in_generators_that_are_closed_in_any_order(strategy, first):
+    def inside():
+        with strategy.scope():
+            yield
+            yield mpidist.get_strategy()
+
+    generators = [inside(), inside()]
+    for generator in generators:
+        next(generator)
+    generators[first].close()
+    assert next(generators[1 - first]) is strategy
+    generators[1 - first].close()
+    assert_usable(strategy)
+
+
 # --- calls in the wrong context -------------------------------------------------------
 
 

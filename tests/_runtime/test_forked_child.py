@@ -1,5 +1,8 @@
 """A child that a rank has forked: what it may do, and what nobody else notices."""
 
+import re
+import textwrap
+
 import pytest
 from launching import FORKS, run_ranks
 
@@ -229,3 +232,46 @@ def test_what_children_do_is_their_own(parts, env):
     assert err.count("a reason") == 1
     assert err.count("its own handlers run") == (REACHES_THE_END in parts)
     assert "ending the job" not in err
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(tmp_path):
+    """It has the variables of the launcher, and MPI would take it for the rank."""
+    program = tmp_path / "starts.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, os, subprocess, sys
+            import mpidist
+
+            def try_it():
+                try:
+                    print("made", mpidist.MPIStrategy())
+                except RuntimeError as error:
+                    print(f"refused by {os.environ['OF']}: {error}", flush=True)
+
+            if __name__ == "__main__":
+                if len(sys.argv) > 1:  # a program between mpirun and a rank
+                    command = [sys.executable, __file__]
+                    sys.exit(subprocess.call(command, close_fds=False))
+                strategy = mpidist.MPIStrategy()
+                os.environ["OF"] = str(os.getpid())
+                for method in ("spawn", "forkserver"):
+                    child = multiprocessing.get_context(method).Process(target=try_it)
+                    child.start()
+                    child.join()
+                code = "import starts; starts.try_it()"
+                command = f'"{sys.executable}" -c "{code}"; exit $?'
+                env = dict(os.environ, PYTHONPATH=os.path.dirname(__file__))
+                subprocess.run(command, shell=True, check=True, env=env)
+                step = lambda: mpidist.get_replica_context().all_reduce("SUM", 1.0)
+                print(strategy.reduce("MEAN", strategy.run(step), axis=None))
+            """
+        )
+    )
+    done = run_ranks(2, [program, "inner"], timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "made" not in done.stdout
+    assert done.stdout.count("2.0\n") == 2
+    refused = re.findall(r"refused by (\d+): .* \(process (\d+)\)", done.stdout)
+    assert len(refused) == 6
+    assert all(parent == named for parent, named in refused)

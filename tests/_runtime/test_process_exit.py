@@ -316,6 +316,33 @@ def test_a_hook_of_the_users_own_shows_the_exception():
     assert count_tracebacks(err) == 0
 
 
+BROKEN_STREAMS = {
+    "stdout was closed": "sys.stdout.close()",
+    "stdout cannot be flushed": "sys.stdout = type('Log', (), {'write': print})()",
+    "a log that was closed": "sys.stderr = open(os.devnull, 'w'); sys.stderr.close()",
+    "no stderr": "sys.stderr = None",
+    "a hook that raises": "sys.excepthook = lambda *_: 1 / 0",
+}
+
+
+@pytest.mark.parametrize("how", [*BROKEN_STREAMS])
+def test_an_exception_is_shown_also_if_the_program_broke_its_streams(how):
+    body = f"""
+    import os, sys, time
+    {BROKEN_STREAMS[how]}
+    import mpidist
+    strategy = mpidist.MPIStrategy()
+    if strategy.replica_id == 1:
+        raise LookupError("no such key")
+    time.sleep(600)
+    """
+    code, _, err = end_of(body, prologue=False)
+    assert code != 0
+    assert "mpidist: rank 1 raised an exception, ending the job" in err
+    assert err.count("LookupError: no such key") == 1
+    assert ("ZeroDivisionError" in err) == ("hook" in how)
+
+
 # What Python keeps for the whole process, and a library should leave alone.
 STATE = """
 import os, signal, sys, threading, warnings
