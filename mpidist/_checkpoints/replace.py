@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Callable
@@ -118,7 +117,7 @@ def sync_directory(path: str) -> None:
 
 def _beside(path: str) -> str:
     parent, name = os.path.split(path)
-    return os.path.join(parent, f".{name}{_MARK}{secrets.token_hex(4)}")
+    return os.path.join(parent, f".{name}{_MARK}{os.urandom(4).hex()}")
 
 
 def _make_directories(path: str) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import IO, Any, Final
@@ -143,7 +142,7 @@ class Recorder:
                 )
         self._file = open(part, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
         self._file.write("[\n")
-        host = socket.gethostname()
+        host = os.uname().nodename
         self._events.insert(
             0,
             metadata(

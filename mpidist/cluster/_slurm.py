@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from typing import Final
 
@@ -213,6 +212,8 @@ def _count_gpus() -> int:
         return len([name for name in visible.split(",") if name.strip()])
     if shutil.which("nvidia-smi") is None:
         return 0
+    import subprocess  # each rank of each job would wait for it to be imported
+
     listed = subprocess.run(
         ["nvidia-smi", "--list-gpus"],
         capture_output=True,
