@@ -11,7 +11,8 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mpidist._base import reporting
@@ -117,6 +118,9 @@ class Report:
                 code, report.exits = error.code, True
                 if code is not None:
                     report.exit_code = int(code) if isinstance(code, int) else str(code)
+                if kind == "raised":  # in a section, whose end says less
+                    report.call = f"sys.exit({'' if code is None else repr(code)})"
+                    report.site = _describe_site(_raised_at(error))
         return report
 
 
@@ -145,22 +149,30 @@ def judge(rank: int, reports: list[Report]) -> BaseException:
     by_kind: defaultdict[ErrorKind, list[Report]] = defaultdict(list)
     for report in reports:
         by_kind[report.kind].append(report)
-    for report in by_kind["exit"]:
-        if report.exit_code:
-            reporting.warn(
-                f"mpidist: rank {rank}: rank {report.rank} left the program by "
-                f"sys.exit({report.exit_code!r}); this rank leaves too"
-            )
-            return SystemExit(report.exit_code)
     if by_kind["exit"]:
-        return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
+        return _leave_with(rank, by_kind["exit"], reports)
     if by_kind["invalid"]:
         return _repeat(rank, by_kind["invalid"][0])
-    for report in by_kind["raised"]:
-        if report.exits:
-            return SystemExit(report.exit_code)
+    if leaving := [report for report in by_kind["raised"] if report.exits]:
+        return _leave_with(rank, leaving, reports)
     if failed := by_kind["raised"] or by_kind["agreed"]:
         return _replica_error(rank, failed)
+    return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
+
+
+def _leave_with(
+    rank: int, leaving: list[Report], reports: list[Report]
+) -> BaseException:
+    """Return what this rank raises if others have called `sys.exit`, or ended."""
+    for report in leaving:
+        if report.exit_code:
+            if rank == min(one.rank for one in reports if not one.exits):
+                reporting.warn(
+                    f"mpidist: rank {rank}: rank {report.rank} left the program by "
+                    f"sys.exit({report.exit_code!r}); this rank leaves too"
+                )
+            return SystemExit(report.exit_code)
+    # The job would end as if all ranks had done all of their work.
     return CollectiveMismatchError(on_rank(rank, _describe_mismatch(reports)))
 
 
@@ -312,7 +324,10 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
 
 def _call_site() -> str:
     """Return where the user's code made the call, as `` (at file.py:12 in fn)``."""
-    site = begun.site or user_site()
+    return _describe_site(begun.site or user_site())
+
+
+def _describe_site(site: Site | None) -> str:
     if site is None:
         return ""
     return f"  (at {os.path.basename(site.file)}:{site.line} in {site.function})"
@@ -320,7 +335,16 @@ def _call_site() -> str:
 
 def user_site() -> Site | None:
     """Return where the user's code is that calls this package, if it does."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
+    return _innermost(traceback.walk_stack(sys._getframe(1)))
+
+
+def _raised_at(error: BaseException) -> Site | None:
+    """Return where the user's code raised an exception."""
+    return _innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Site | None:
+    for frame, line in frames:
         code = frame.f_code
         path = os.path.abspath(code.co_filename)
         if not path.startswith(PACKAGE) and path != _THREADING:

@@ -97,10 +97,21 @@ def check_communicator(comm: Any) -> MpiComm:
 
     Raises:
         TypeError, ValueError: if it is not an intra-communicator.
-        RuntimeError: in a process that a rank has started.
+        RuntimeError: if MPI does not run, or in a process that a rank has started.
     """
     check_is_rank()
     mpi = mpi_module()
+    if not mpi.Is_initialized():
+        raise RuntimeError(
+            "MPIStrategy: MPI does not run, since `mpi4py.rc.initialize` is False; "
+            "call `MPI.Init()` first, and `MPI.Finalize()` at the end, or leave both "
+            "to mpi4py"
+        )
+    if mpi.Is_finalized():
+        raise RuntimeError(
+            "MPIStrategy: the program has called `MPI.Finalize()`, and MPI cannot be "
+            "started again; make the strategy before, or leave the call to mpi4py"
+        )
     if comm is None:
         return mpi.COMM_WORLD
     what = "`comm` to be an `mpi4py.MPI.Comm` or None"

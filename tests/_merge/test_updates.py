@@ -310,8 +310,10 @@ def test_merge_fn_raises_and_an_update_did(strategy, size):
     assert_usable(strategy)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_follower_exits_in_an_update(strategy, size, code):
+@pytest.mark.parametrize(
+    ("code", "others"), [(0, "CollectiveMismatchError"), (3, "SystemExit")]
+)
+def test_a_follower_exits_in_an_update(strategy, size, code, others):
     v = make(strategy, np.zeros(3), name="v")
 
     def leave(v, code):
@@ -324,7 +326,9 @@ def test_a_follower_exits_in_an_update(strategy, size, code):
         for _ in range(20):
             distribution.extended.update(v, add_one)
 
-    assert {*names_of(run_merge(strategy, merge_fn))} == {"SystemExit"}
+    names = names_of(run_merge(strategy, merge_fn))
+    assert names.pop() == "SystemExit"
+    assert {*names} <= {others}
     assert len({*everywhere(v.numpy().tobytes())}) == 1
     assert_usable(strategy)
 

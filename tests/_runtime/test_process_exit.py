@@ -111,6 +111,38 @@ def test_sys_exit(who, where):
     assert code == 3, err
     assert "not reached" not in out
     assert count_tracebacks(err) == 0
+    assert err.count("rank 1 left the program by sys.exit(3)") == (who == "one")
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("", "MPI does not run, since `mpi4py.rc.initialize` is False"),
+        ("MPI.Init(); MPI.Finalize()", "has called `MPI.Finalize()`"),
+    ],
+)
+def test_mpi_does_not_run(before, message):
+    body = f"""
+    import mpi4py
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    {before}
+    import mpidist
+    try:
+        mpidist.MPIStrategy()
+    except RuntimeError as error:
+        print(error)
+    else:
+        raise AssertionError
+    MPI.Is_initialized() or MPI.Init()
+    if not MPI.Is_finalized():
+        print(mpidist.MPIStrategy().num_replicas_in_sync)
+        MPI.Finalize()
+    """
+    code, out, err = end_of(body, prologue=False)
+    assert code == 0, err
+    assert out.count(message) == 2
+    assert out.count("2\n") == (0 if before else 2)
 
 
 def test_a_rank_that_leaves_without_a_word_ends_the_job():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -52,6 +53,20 @@ def raise_on(strategy, rank, error):
         return context().all_reduce("SUM", 1.0)
 
     return outcomes(lambda: strategy.run(step))
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, "sys.exit(0)"), (None, "sys.exit()")])
+def test_sys_exit_without_a_code_on_one_rank(strategy, last, code, said):
+    """The job may not end as if all ranks had done their work."""
+    rows = raise_on(strategy, last, SystemExit(code))
+    assert rows[last].name == "SystemExit"
+    for row in rows[:last]:
+        assert row.name == "CollectiveMismatchError", row
+        assert re.search(
+            rf"  rank {last}: {re.escape(said)}  \(at test_exceptions.py:\d+ in step\)",
+            row.message,
+        ), row
+    assert_usable(strategy)
 
 
 class ExitsWhenPickledError(Exception):
