@@ -10,7 +10,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from mpidist._collectives.resources import Resources, timed
 from mpidist._timeline.observer import observed
 
 _LARGE: Final = 1 << 20  # bytes of an array
+_MEMORY: Final = Call("memory for what rank 0 sends, or gets")
+_R = TypeVar("_R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +190,39 @@ class Copies:
         """
         if not moved:
             return []
-        arrays = self.resources.comm.together(allocate, call)
+        arrays = self._together(allocate, call)
         with self.resources.guard.payload():
             for x in arrays:
                 transport = self.resources.transports.of(x)
                 transport.broadcast(backend.as_bytes(x), 0)
         return arrays
+
+    def _together(self, allocate: Callable[[], _R], call: str) -> _R:
+        """Allocate memory on all ranks, or on none. Collective.
+
+        A header shows whether all have it; the ranks exchange texts if one has not.
+
+        Args:
+            allocate: allocates that of this rank.
+            call: the name of the call in messages.
+
+        Raises:
+            MemoryError: on all ranks, if ``allocate`` failed on one.
+        """
+        error: Exception | None = None
+        try:
+            memory = allocate()
+        except Exception as raised:
+            error = raised
+
+        def failed() -> None:
+            if error is not None:
+                raise error
+
+        found = int(error is not None)
+        if not self.resources.guard.agree_on(_MEMORY, found) or error is not None:
+            self.resources.comm.together(failed, call)
+        return memory
 
     # --- a list of values per rank ------------------------------------------------
 
@@ -234,7 +263,7 @@ class Copies:
         """Return the bytes of all ranks that have a count on rank 0. Collective."""
         comm = self.resources.comm
         room = sum(counts) if comm.rank == 0 else 0
-        received = comm.together(lambda: np.empty(room, np.uint8), call)
+        received = self._together(lambda: np.empty(room, np.uint8), call)
         to_here = received if comm.rank == 0 else None
         comm.gather(own[: counts[comm.rank]], to_here, counts, 0)
         return received
@@ -260,7 +289,7 @@ class Copies:
         else:
             counts = pickle.loads(messages.receive())
         own = counts[comm.rank]
-        received = comm.together(lambda: np.empty(own, np.uint8), call)
+        received = self._together(lambda: np.empty(own, np.uint8), call)
         comm.scatter(None if values is None else joined, received, counts, 0)
         return self._read(received) if values is None else list(values[0])
 

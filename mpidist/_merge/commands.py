@@ -192,8 +192,13 @@ class Writer:
     ) -> None:
         self.key_of = key_of
         self.names = names
-        known = (*_OURS, *group.public_objects)
-        self.known = dict(zip(map(id, known), range(len(known)), strict=True))
+        self._group = group
+
+    @functools.cached_property
+    def known(self) -> dict[int, int]:
+        """The numbers of what every rank has, by their ids."""
+        known = (*_OURS, *self._group.public_objects)
+        return dict(zip(map(id, known), range(len(known)), strict=True))
 
     def write(
         self, content: Nest, *, named: bool = True
