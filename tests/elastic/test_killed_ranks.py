@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -59,9 +60,14 @@ def test_killed_at_random(seed):
     assert not random_kills.problem_of(job, ranks), job
 
 
+@functools.cache  # two tests look at it
+def without_fault_tolerance() -> Ended:
+    return train(2, options=())
+
+
 @survives
 def test_a_spare_goes_on_as_the_replica_it_replaces():
-    whole = train(2)
+    whole = without_fault_tolerance()
     job = train(3, spares=1, kill_in_vote={"0": 9})
     check(job, ranks=3, killed=[0], size=2)
     assert "2 replicas go on, 1 of them from the spares" in job.errors
@@ -98,7 +104,7 @@ def test_objects_of_an_earlier_strategy_end_the_run():
 
 @pytest.mark.core
 def test_without_fault_tolerance_it_is_an_ordinary_run():
-    job = train(2, options=())
+    job = without_fault_tolerance()
     assert job.code == 0, job
     assert [row["right"] for row in job.finished] == [True, True]
     assert job.errors.count("this MPI ends the job when a rank dies") == 1
