@@ -71,6 +71,7 @@ s/tf\.nn\.(compute_average_loss|scale_regularization_loss)/mpidist.\1/g
 s/tf\.(Variable|VariableAggregation|VariableSynchronization|IndexedSlices|variable_creator_scope)\b/mpidist.\1/g
 s/tf\.TensorSpec/mpidist.data.ArraySpec/g
 s/\btf\.TensorShape\(/tuple(/g
+s/\b(tf\.)?keras\.utils\.set_random_seed\(/tf.random.set_seed(/g
 s/tf\.random\.set_seed\(([^()]*)\)/mpidist.seed_all(\1, per_rank=False)/g
 s/\btf\.(dtypes\.)?((float|int|uint|complex)[0-9]+)/np.\2/g
 s/\btf\.(cast|constant|convert_to_tensor|identity|stop_gradient)\b/np.array/g
@@ -127,6 +128,7 @@ s/\btf\.(get_logger|logging\.get_logger)\(\)/tf_logging.getLogger("tf")/g
 s/\btf\.logging\.(DEBUG|ERROR|FATAL|INFO|WARN|debug|error|fatal|info|warning)\b/tf_logging.\1/g
 s/\btf\.logging\.warn\(/tf_logging.warning(/g
 s/\btf\.config\.(experimental\.)?list_(logical|physical)_devices\(["']TPU["']\)/[]/g
+s/\btf\.config\.(experimental\.)?list_(logical|physical)_devices\(["']CPU["']\)/["CPU:0"]/g
 s/\btf\.config\.([a-z_]+\.)?(set|run|enable|experimental_run|experimental_connect)_\w+\(/(lambda *_, **__: None)(/g
 s/\btf\.experimental\.async_scope\(/contextlib.nullcontext(/g
 s/\btf\.experimental\.async_clear_error\(\)/None/g

@@ -4,6 +4,7 @@ from mpidist._checkpoints.checkpoint import (
     Checkpoint as Checkpoint,
     RestoreStatus as RestoreStatus,
 )
+from mpidist._checkpoints.loading import load_checkpoint as load_checkpoint
 from mpidist._checkpoints.manager import (
     CheckpointManager as CheckpointManager,
     latest_checkpoint as latest_checkpoint,
@@ -12,7 +13,4 @@ from mpidist._checkpoints.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
     TerminationConfig as TerminationConfig,
 )
-from mpidist._checkpoints.storage import (
-    CheckpointReader as CheckpointReader,
-    load_checkpoint as load_checkpoint,
-)
+from mpidist._checkpoints.storage import CheckpointReader as CheckpointReader

@@ -23,7 +23,7 @@ from mpidist._checkpoints.items import (
     VariableItem,
 )
 from mpidist._values.distributed import DistributedValues
-from mpidist._values.module import Module
+from mpidist._values.module import Module, built_optimizers
 from mpidist._values.variable import Variable
 
 # The methods of different libraries for getting and setting an object's state.
@@ -115,8 +115,16 @@ def _items_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
     if nested is not None:
         if unmade == "refuse" and isinstance(value, Module):
             unmade = "skip"  # nobody named this object
+        own: dict[int, VariableItem] = {}
         for child_name, child in nested:
-            yield from _items_of(f"{name}/{child_name}", child, unmade)
+            for one in _items_of(f"{name}/{child_name}", child, unmade):
+                if isinstance(value, Module) and isinstance(one, VariableItem):
+                    own[id(one.variable)] = one
+                yield one
+        for optimizer in built_optimizers(value) if isinstance(value, Module) else ():
+            count, *slots = optimizer.variables
+            for slot in slots:
+                own[id(slot)].count = own[id(count)].name
         return
     for get, put in _PAIRS:
         getter, setter = getattr(value, get, None), getattr(value, put, None)

@@ -313,19 +313,3 @@ def read_arrays(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Hos
     """Return some arrays, after verifying them, and what the file has after all."""
     reader._verify_rest()
     return {name: reader[name] for name in names}
-
-
-def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open a checkpoint to read its arrays, without MPI. Not collective.
-
-    Args:
-        path: the path of the directory.
-
-    Returns:
-        A mapping of names to NumPy arrays; ``dict(load_checkpoint(path))`` reads all.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        CheckpointError: if it is damaged.
-    """
-    return CheckpointReader(path)

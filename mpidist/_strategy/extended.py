@@ -494,7 +494,10 @@ class StrategyExtended:
             return result
         if frame.coordinator is not None:
             frame.coordinator.fetch(nest.flatten(result)[0])
-        return nest.map_structure(results_of_leaf, result)
+            return nest.map_structure(results_of_leaf, result)
+        return nest.map_structure(  # which does not warn of own values
+            lambda x: x.values if isinstance(x, Variable) else (component(x),), result
+        )
 
 
 def _one_of(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from mpidist._base.remedies import explain_attributes
 from mpidist._values.variable import Variable
 
+_BUILT: Final = "\0"  # ends the name of an optimizer whose variables follow
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -87,11 +88,17 @@ class Module:
         """
         found: dict[str, object] = {}
         for name, x in _parts("", self, set()):
+            if isinstance(x, Module) or name.endswith(_BUILT):
+                continue
             if name in found:
                 raise ValueError(f"Module: two of its variables are named {name!r}")
-            if not isinstance(x, Module):
-                found[name] = x
+            found[name] = x
         return found
+
+
+def built_optimizers(module: Module) -> list[Any]:
+    """Return the optimizers in a module that have made their variables."""
+    return [x for name, x in _parts("", module, set()) if name.endswith(_BUILT)]
 
 
 def _parts(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
@@ -115,6 +122,8 @@ def _parts(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, obje
     seen.add(id(value))
     if isinstance(value, (Variable, Module)) or found is None:
         yield name, value
+    elif found and hasattr(value, "__restore_later__"):
+        yield f"{name}{_BUILT}", value
     for key, child in children:
         yield from _parts(f"{name}/{key}" if name else key, child, seen)
 

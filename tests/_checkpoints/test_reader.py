@@ -121,9 +121,13 @@ def test_what_is_there_is_listed_if_there_is_no_checkpoint(tmp_path):
     manager = mpidist.CheckpointManager(checkpoint, tmp_path / "run", None)
     for _ in range(12):
         manager.save()
-    for path, place in (("run", "in it"), ("run/ckpt-13", "beside it")):
+    for path, place, read in (
+        ("run", "in it", checkpoint.restore),
+        ("run/ckpt-13", "beside it", checkpoint.restore),
+        ("run/ckpt-13", "beside it", mpidist.load_checkpoint),
+    ):
         with pytest.raises(FileNotFoundError) as caught:
-            mpidist.load_checkpoint(tmp_path / path)
+            read(tmp_path / path)
         text = str(caught.value)
         assert f"; {place} are 2 others and 'ckpt-11', 'ckpt-12'" in text
         assert f"mpidist.latest_checkpoint('{tmp_path / 'run'}')" in text

@@ -361,6 +361,7 @@ def test_padded_batch_is_that_of_tensorflow():
         [1, -1, -1, -1, -1],
         [2, 2, -1, -1, -1],
     ]
+    assert lists(rows.padded_batch(2, 5, -1)) == lists(rows.padded_batch(2, [5], -1))
     assert lists(rows.padded_batch(3, [-1], drop_remainder=True)) == [
         [[1, 0, 0], [2, 2, 0], [3, 3, 3]]
     ]

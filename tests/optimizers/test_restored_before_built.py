@@ -239,3 +239,24 @@ def test_an_optimizer_in_a_module_is_restored_later_too(strategy, folder):
     ):
         np.testing.assert_array_equal(x, y)
     assert int(agent.optimizer.iterations) == 2
+
+
+def test_a_built_optimizer_in_a_module_begins_anew(strategy, folder):
+    """As one that a checkpoint names itself: its slots become zero."""
+
+    def make():
+        module = mpidist.Module()
+        _, optimizer, module.v, module.w = parts(strategy)
+        module.parts = {"first": [optimizer], "slots": []}
+        return module, optimizer, mpidist.Checkpoint(agent=module)
+
+    agent, optimizer, checkpoint = make()
+    with strategy.scope():
+        checkpoint.save(folder / "c")
+    expected = step(strategy, optimizer, agent.v, agent.w)
+    agent.parts["slots"] += optimizer.variables  # found already, by other names
+    checkpoint.restore(folder / "c").assert_consumed()
+    assert int(optimizer.iterations) == 0
+    for x, y in zip(step(strategy, optimizer, agent.v, agent.w), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert len(agent.variables) == 2 + len(optimizer.variables)

@@ -44,6 +44,10 @@ def test_unwrap_is_the_local_results_of_a_subclass_too(strategy):
 
 def test_local_results_of_a_mirrored_strategy_warn_once(strategy, size):
     mirrored = mpidist.MirroredStrategy()
+    with mirrored.scope():
+        v = mpidist.Variable(1.0)
+    update = mirrored.extended.update
+    assert update(v, lambda v: v.read_value(), group=False) == (1.0,)  # nor that
     for made, warns in ((strategy, False), (mirrored, True), (mirrored, False)):
         value = from_replicas(made, lambda i: float(i))
         with warnings.catch_warnings(record=True) as caught:
