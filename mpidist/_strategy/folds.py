@@ -53,6 +53,12 @@ def fold(
     call = f"{call} with {_name_of(function)}"
     collectives = group.collectives
     with collectives.guard.checking(call):
+        if type(function).__module__ == "mpi4py.MPI":
+            raise TypeError(
+                f"{call}: got an operation of mpi4py, which combines Python objects; "
+                'write "SUM", "MAX", "MIN" or "PROD", or a function of two arrays, '
+                "such as `numpy.logical_and`"
+            )
         leaves, structure = nest.flatten(tree)
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
             raise TypeError(f"{call}: got IndexedSlices; reduce a dense array")

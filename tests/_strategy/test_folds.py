@@ -185,6 +185,19 @@ def test_arguments_that_are_no_arrays(strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.processes
+def test_an_operation_of_mpi4py(strategy):
+    """It is a function, too, by which Python compares two objects: it drops NaN."""
+    from mpi4py import MPI
+
+    for value in (math.nan, np.ones(2)):
+        messages = raises_everywhere(
+            TypeError, lambda value=value: all_reduce(strategy, MPI.MAX, value)
+        )
+        assert all('write "SUM", "MAX"' in message for message in messages)
+    assert_usable(strategy)
+
+
 def test_a_variable_and_a_replica_that_differs_in_shape(strategy, rank, size):
     with strategy.scope():
         v = mpidist.Variable(np.ones(2), synchronization="ON_READ", aggregation="SUM")
