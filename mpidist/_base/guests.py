@@ -304,6 +304,38 @@ def restore(array: Array, kind: GuestKind) -> Guest:
     return jax.device_put(array, jax.local_devices(backend="cpu")[0])
 
 
+def in_layout_of(x: Guest, like: Guest) -> Guest:
+    """Return a torch tensor with the strides of another one of its shape.
+
+    torch's fused optimizers read memory in its own order, whatever the strides are, as
+    those of a parameter in ``channels_last``.
+    """
+    if x.shape != like.shape or x.stride() == like.stride():
+        return x
+    return (
+        sys.modules["torch"].empty_like(like, dtype=x.dtype, device=x.device).copy_(x)
+    )
+
+
+def load_state(optimizer: Any, state: Any) -> None:
+    """Set the state of a torch optimizer, in the layouts of its parameters.
+
+    Args:
+        optimizer: it.
+        state: from ``state_dict``, of contiguous tensors.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, entries in optimizer.state.items():
+        lay_out(entries, parameter)
+
+
+def lay_out(entries: dict[str, Any], parameter: Guest) -> None:
+    """Give tensors of the state of an optimizer the layout of their parameter."""
+    for key, x in entries.items():
+        if kind_of(x) == "torch":
+            entries[key] = in_layout_of(x, parameter)
+
+
 def export_copy(
     array: Array,
     stream: Any,

@@ -124,10 +124,11 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
     )
 
 
-def _hint(name: str) -> str:
-    """Say what other libraries call the mean."""
-    average = name.upper().endswith(("AVG", "AVERAGE"))
-    return '; write "MEAN" for the average' if average else ""
+def _hint(text: str) -> str:
+    """Say what another library's operation is called here."""
+    name = text.rpartition(".")[2].upper()
+    name = {"AVG": "MEAN", "AVERAGE": "MEAN", "PRODUCT": "PROD"}.get(name, name)
+    return f'; write "{name}"' if name in REDUCE_OPS else ""
 
 
 def get_loss_reduction() -> ReduceOp:

@@ -10,6 +10,7 @@ the file has only its leaves, by their paths.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def item_of(name: str, value: Any) -> StateItem | None:
         return _SharedItem(
             name,
             value.state_dict,
-            value.load_state_dict,
+            functools.partial(guests.load_state, value),
             readable=not getattr(value, "state_is_collective", False),
             forget=value.zero_grad,
         )

@@ -224,6 +224,7 @@ def assign(named: Named, sums: Sums, divisor: int) -> None:
         if not some:
             continue
         gradient = guests.restore(sums[name], "torch")
+        gradient = guests.in_layout_of(gradient, parameter)
         parameter.grad = gradient.div_(divisor) if divisor > 1 else gradient
 
 
@@ -237,6 +238,11 @@ def _arrays_of(named: Named, gradients: Gradients, call: str) -> dict[str, Array
         if gradient is None:
             present[i] = 0
             gradient = torch.zeros_like(parameter)
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"{call}: the gradient of {name!r}: got a sparse one; write "
+                "`torch.nn.Embedding(..., sparse=False)`"
+            )
         array, _ = backend.as_array(gradient, f"{call}: the gradient of {name!r}")
         arrays[name] = array
     if len(arrays) < len(named):

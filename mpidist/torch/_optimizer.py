@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -84,7 +84,8 @@ class DistributedOptimizer(_AnyOptimizer):
         # Without the base class's constructor: groups and state are the optimizer's.
         call = type(self).__name__
         is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
-        expect(is_optimizer, call, "a `torch.optim.Optimizer`", optimizer)
+        hint = "write `DistributedOptimizer(torch.optim.Adam(model.parameters()))`"
+        expect(is_optimizer, call, "a `torch.optim.Optimizer`", optimizer, hint)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{call}: the optimizer is a {call} already")
         k, norm = backward_passes_per_step, max_norm
@@ -138,6 +139,12 @@ class DistributedOptimizer(_AnyOptimizer):
                 type(self).__name__,
             )
         return found
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be pickled or copied; save "
+            "`optimizer.state_dict()`, or wrap a copy of the optimizer inside"
+        )
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r})"

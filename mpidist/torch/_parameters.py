@@ -91,7 +91,8 @@ def broadcast_optimizer_state(
 
     numbered, *leaves = group.collectives.share(state, call)
     if group.replica_id != 0:
-        optimizer.load_state_dict(nest.map_structure(lambda i: leaves[i], numbered))
+        state_dict = nest.map_structure(lambda i: leaves[i], numbered)
+        guests.load_state(optimizer, state_dict)
 
 
 def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
-from mpidist._base import backend, partition
+from mpidist._base import backend, guests, partition
 from mpidist._base.errors import OutOfSyncError, on_rank
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.partition import Partition
@@ -234,7 +234,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             numbers = list(range(number, number + len(one["params"])))
             number += len(numbers)
             groups.append({**one, "params": numbers})
-        return {"state": unpack(rows, data), "param_groups": groups}
+        state = unpack(rows, data)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, entries in state.items():
+            guests.lay_out(entries, parameters[number])
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state: each rank takes its part. Not collective; all ranks call it.
@@ -265,7 +269,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         groups = self._local.state_dict()["param_groups"]
         for group, other in zip(groups, saved, strict=True):
             group.update(settings_of(other))
-        self._local.load_state_dict({"state": state, "param_groups": groups})
+        guests.load_state(self._local, {"state": state, "param_groups": groups})
         self._read_settings()
         self._show_state()
 

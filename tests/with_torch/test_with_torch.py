@@ -1,6 +1,8 @@
 """mpidist.torch: two ranks do what one does with all rows, on torch's own functions."""
 
+import copy
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -351,10 +353,12 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
     )
     assert "write `x.float()`" in texts[0]
     average = torch.distributed.ReduceOp.AVG
-    texts = raises_everywhere(
-        TypeError, lambda: mt.all_reduce(half, average, strategy=strategy)
-    )
-    assert 'write "MEAN"' in texts[0]
+    product = torch.distributed.ReduceOp.PRODUCT
+    for op, name in ((average, "MEAN"), (product, "PROD")):
+        texts = raises_everywhere(
+            TypeError, lambda op=op: mt.all_reduce(half, op, strategy=strategy)
+        )
+        assert f'write "{name}"' in texts[0]
     expanded = torch.ones(1).expand(2) if rank else torch.ones(2)
     texts = raises_everywhere(
         TypeError, lambda: mt.all_reduce(expanded, "SUM", strategy=strategy)
@@ -461,7 +465,7 @@ def test_wrong_arguments(strategy, rank, torch, mt):
         (ValueError, "no parameter requires", lambda: mt.all_reduce_gradients([], **s)),
         (
             TypeError,
-            "gradient of 'weight': got a sparse",
+            "gradient of 'weight': got a sparse one; write `torch.nn.Embedding",
             lambda: mt.all_reduce_gradients(embedding, **s),
         ),
         (
@@ -523,6 +527,8 @@ def test_the_optimizer_keeps_the_strategy_of_its_scope(strategy, rank, torch, mt
 
 def test_keywords_of_horovod(strategy, torch, mt):
     model = make_model(torch)
+    x = torch.ones(1)
+    assert mt.all_reduce(x, "SUM", group=None, async_op=False, strategy=strategy) == 2
     sgd = torch.optim.SGD(model.parameters(), 1.0)
     assert mt.DistributedOptimizer(sgd, num_groups=3, compression=None).passes == 0
     for call, text in (
@@ -530,6 +536,10 @@ def test_keywords_of_horovod(strategy, torch, mt):
         (lambda: mt.broadcast_optimizer_state(sgd, root_rank=1), "load it on rank 0"),
         (lambda: mt.DistributedOptimizer(sgd, compression=1), 'compression="fp16"'),
         (lambda: mt.DistributedOptimizer(sgd, process_set=1), "`strategy=`"),
+        (lambda: mt.DistributedOptimizer(model), "torch.optim.Adam(model.parameters()"),
+        (lambda: mt.broadcast_parameters(model, src=1), "write `root=1`"),
+        (lambda: mt.all_reduce(x, "SUM", group=1), "`strategy=`"),
+        (lambda: mt.all_reduce(x, "SUM", async_op=True), "all_reduce_async"),
     ):
         for message in raises_everywhere(TypeError, call):
             assert text in message
@@ -547,6 +557,78 @@ def test_seeds(strategy, rank, torch, mt):
     generator = mpidist.seed_all(7, strategy=strategy)
     rows = everywhere((float(torch.rand(())), float(generator.random())))
     assert rows[0][1] != rows[1][1]
+
+
+@pytest.mark.parametrize("kind", ["in step", "overlap", "sharded"])
+def test_parameters_in_another_layout(strategy, rank, torch, mt, tmp_path, kind):
+    """torch's fused optimizers read memory in its order, not by the strides."""
+    rows = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+    rows = rows.to(memory_format=torch.channels_last)
+
+    def train(wrap, rows, steps=3):
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+        optimizer = wrap(model.parameters())
+        for _ in range(steps):
+            go_on(model, optimizer, rows)
+        return model, optimizer
+
+    def go_on(model, optimizer, rows):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+    def fused(parameters):
+        return torch.optim.AdamW(parameters, lr=0.1, fused=True)
+
+    def wrapped(parameters):
+        if kind != "sharded":
+            return mt.DistributedOptimizer(fused(parameters), overlap=kind == "overlap")
+        settings = {"optimizer_class": torch.optim.AdamW, "lr": 0.1, "fused": True}
+        zero = mt.ZeroRedundancyOptimizer(parameters, **settings)
+        return mt.DistributedOptimizer(zero)
+
+    def weights(model):
+        return pytest.approx(model.weight.detach().numpy(), abs=1e-5)
+
+    one, single = train(fused, rows)
+    with strategy.scope():
+        model, optimizer = train(wrapped, rows[rank::2])
+        assert model.weight.detach().numpy() == weights(one)
+        assert model.weight.grad.stride() == model.weight.stride()
+
+        path = mpidist.Checkpoint(x=optimizer).save(tmp_path / "run")
+        state = optimizer.state_dict()  # collective if it is sharded
+        restored = train(wrapped, rows, 0)[1]
+        mpidist.Checkpoint(x=restored).restore(path)
+    loaded = fused(model.parameters())
+    loaded.load_state_dict(state)
+    go_on(one, single, rows)
+    go_on(model, loaded, rows)
+    assert model.weight.detach().numpy() == weights(one)
+    for p, entries in restored.state.items():
+        if entries["exp_avg"].shape == p.shape:  # not a part
+            assert entries["exp_avg"].stride() == p.stride()
+
+
+def test_the_state_of_an_optimizer_in_another_layout(strategy, rank, torch, mt):
+    conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    adam = torch.optim.Adam(conv.parameters())
+    if rank == 0:
+        conv(torch.ones(2, 3, 4, 4)).sum().backward()
+        adam.step()
+    mt.broadcast_optimizer_state(adam, strategy=strategy)
+    assert adam.state[conv.weight]["exp_avg"].stride() == conv.weight.stride()
+
+
+def test_an_optimizer_is_not_copied(strategy, torch, mt):
+    optimizer = torch.optim.SGD(make_model(torch).parameters())
+    wrapped = mt.DistributedOptimizer(optimizer, strategy=strategy)
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be pickled.*state_dict\(\)"):
+            call(wrapped)
 
 
 def test_a_loss_of_no_rows_has_a_gradient(strategy, torch, mt):
