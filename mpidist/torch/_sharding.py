@@ -236,8 +236,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             groups.append({**one, "params": numbers})
         state = unpack(rows, data)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, entries in state.items():
-            guests.lay_out(entries, parameters[number])
+        for number, values in state.items():
+            guests.lay_out(values, parameters[number])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
