@@ -294,6 +294,11 @@ def _leave() -> None:
     except CollectiveTimeoutError as error:
         # Without a traceback: the frames of an atexit function tell a user nothing.
         job_end.end_job(rank, error.with_traceback(None), "", None, waits=False)
+    except Exception as error:  # another thread is in a call, for example
+        if job_end.rank_of_job() is None:
+            raise
+        where = " at the end of its program"
+        job_end.end_job(rank, error.with_traceback(None), where, None, waits=False)
 
 
 def leave(code: Any) -> None:

@@ -291,6 +291,27 @@ def test_a_thread_that_uses_the_strategy_ends_the_job_when_it_raises():
     assert count_tracebacks(err) == 1
 
 
+def test_a_program_that_ends_while_a_thread_is_in_a_call_ends_the_job():
+    """Python would end the thread: the others would wait until the deadline."""
+    body = """
+    import logging, threading
+    waits = threading.Event()
+    class Reports(logging.Handler):
+        def emit(self, record):
+            waits.set()
+    if rank == 0:
+        time.sleep(600)
+    logging.getLogger("mpidist").addHandler(Reports())
+    threading.Thread(target=strategy.run, args=(step,), daemon=True).start()
+    waits.wait()
+    """
+    code, _, err = end_of(body, MPIDIST_STALL_SECONDS="1")
+    assert code != 0
+    assert "mpidist: rank 1 raised an exception at the end of its program" in err
+    assert err.count("RuntimeError: another thread of this rank") == 1
+    assert count_tracebacks(err) == 0
+
+
 def test_threads_that_do_not_use_it_end_alone():
     body = """
     import threading
