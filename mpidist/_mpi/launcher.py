@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 ALLOW_ALONE = "MPIDIST_ALONE"
 """The environment variable that allows processes that MPI does not connect."""
+_RANK_PROCESS = "_MPIDIST_RANK_PROCESS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,10 @@ _LAUNCHERS = (
     ("mpirun of MVAPICH2", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpirun of MPICH or Intel MPI", "PMI_", "MPI_LOCALRANKID"),
 )
-_OF_THIS_RANK = re.compile(
-    rb"(PMIX_(NAMESPACE|RANK)|PMI_(FD|PORT|RANK)|\w+_COMM_WORLD_RANK|SLURM_PROCID)=.*"
-)
-_OF_LAUNCHERS = ("mpi", "hydra", "prte", "orte", "pmi", "srun", "slurm")
-_MOST_ANCESTORS = 8
+_LAUNCHERS_PROCESSES = {  # their names, of at most 15 letters
+    *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr"),
+    *("prterun", "prted", "orterun", "orted", "srun", "slurmstepd"),
+}
 _SRUN_LOCAL_RANK = "SLURM_LOCALID"  # under mpirun that of its daemon
 LOCAL_SIZES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -87,38 +86,33 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     return _launch_of_torch(variables) if "MASTER_ADDR" in variables else None
 
 
+def mark_rank() -> None:
+    """Leave this process's id to the processes that it starts."""
+    os.environ[_RANK_PROCESS] = str(os.getpid())
+
+
 def find_rank_above() -> int | None:
     """Return the id of the process of a rank that started this one, if one has.
 
-    It has the same variables of the launcher as this process, and has loaded mpi4py;
-    between them may be shells, and servers of `multiprocessing`.
+    Between them may be shells, and servers of `multiprocessing`; not a launcher, which
+    starts a job of its own.
     """
-    own = _identity(os.environb)
-    if not own or find_launch() is None:
+    launch, marked = find_launch(), os.environ.get(_RANK_PROCESS)
+    if launch is None or launch.size == 1 or marked is None:
         return None
     pid = os.getppid()
     try:
-        for _ in range(_MOST_ANCESTORS):
-            of = Path(f"/proc/{pid}")
-            words = (of / "environ").read_bytes().split(b"\0")
-            name, stat = (of / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
-            pairs = (word.partition(b"=") for word in words)
-            if name.startswith(_OF_LAUNCHERS) or own != _identity(
-                {key: value for key, _, value in pairs}
-            ):
+        while pid > 1:
+            stat = Path(f"/proc/{pid}/stat").read_text().partition("(")[2]
+            name, _, rest = stat.rpartition(")")
+            if name in _LAUNCHERS_PROCESSES:
                 return None
-            if "/mpi4py/MPI." in (of / "maps").read_text():
+            if str(pid) == marked:
                 return pid
-            pid = int(stat.split()[1])
-    except (OSError, ValueError, IndexError):  # another user's, gone, or no Linux
+            pid = int(rest.split()[1])
+    except (OSError, ValueError, IndexError):  # gone, or no Linux
         pass
     return None
-
-
-def _identity(variables: Mapping[bytes, bytes]) -> set[bytes]:
-    """Return the variables that a launcher sets to another value in each process."""
-    words = (key + b"=" + value for key, value in variables.items())
-    return {word for word in words if _OF_THIS_RANK.fullmatch(word)}
 
 
 def _launch_of_torch(variables: Mapping[str, str]) -> Launch | None:

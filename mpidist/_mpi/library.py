@@ -83,8 +83,8 @@ def check_is_rank() -> None:
         raise RuntimeError(f"MPIStrategy: {IN_CHILD}")
     if (above := launcher.find_rank_above()) is not None:
         raise RuntimeError(
-            "MPIStrategy: this process is no rank: a rank, which uses MPI, has started "
-            f"it (process {above}), and MPI would take it for that rank. Make "
+            "MPIStrategy: this process is no rank: a rank has started it (process "
+            f"{above}), and MPI would take it for that rank. Make "
             "collective calls in the rank. `multiprocessing` imports the program again "
             "in the processes that it starts by spawn or forkserver: put what only "
             'ranks do under `if __name__ == "__main__":`. Start a job of its own '
@@ -112,6 +112,7 @@ def check_communicator(comm: Any) -> MpiComm:
             "MPIStrategy: the program has called `MPI.Finalize()`, and MPI cannot be "
             "started again; make the strategy before, or leave the call to mpi4py"
         )
+    launcher.mark_rank()
     if comm is None:
         return mpi.COMM_WORLD
     what = "`comm` to be an `mpi4py.MPI.Comm` or None"

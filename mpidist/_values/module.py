@@ -28,6 +28,12 @@ class Module:
         name: of the module; None: that of the class, in lower case.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have a class with Keras's method ``call`` call it, unless it says how."""
+        super().__init_subclass__(**kwargs)
+        if "call" in vars(cls) and not any("__call__" in vars(k) for k in cls.__mro__):
+            setattr(cls, "__call__", _call_method)  # noqa: B010 - mypy sees no slot
+
     def __init__(self, name: str | None = None) -> None:
         self._name = name or type(self).__name__.lower()
 
@@ -62,19 +68,6 @@ class Module:
         """Return ``method``, as names of variables are as they are given."""
         return method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method ``call``, which classes derived from Keras's models define.
-
-        Raises:
-            TypeError: if the class has neither ``__call__`` nor ``call``.
-        """
-        if not hasattr(self, "call"):
-            raise TypeError(
-                f"{type(self).__name__!r} object is not callable; write `def __call__("
-                "self, x):` in its class"
-            )
-        return self.call(*args, **kwargs)
-
     @property
     def submodules(self) -> tuple[Module, ...]:
         """All modules in this one, each once."""
@@ -94,6 +87,11 @@ class Module:
                 raise ValueError(f"Module: two of its variables are named {name!r}")
             found[name] = x
         return found
+
+
+def _call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the method ``call``."""
+    return self.call(*args, **kwargs)
 
 
 def built_optimizers(module: Module) -> list[Any]:

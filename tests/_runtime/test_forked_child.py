@@ -236,7 +236,7 @@ def test_what_children_do_is_their_own(parts, env):
 
 def test_a_process_that_a_rank_starts_is_no_rank(tmp_path):
     """It has the variables of the launcher, and MPI would take it for the rank."""
-    program = tmp_path / "starts.py"
+    program = tmp_path / "mpi_starts.py"  # no launcher, although it begins like one
     program.write_text(
         textwrap.dedent(
             """
@@ -251,6 +251,9 @@ def test_a_process_that_a_rank_starts_is_no_rank(tmp_path):
 
             if __name__ == "__main__":
                 if len(sys.argv) > 1:  # a program between mpirun and a rank
+                    import mpi4py
+                    mpi4py.rc.initialize = False
+                    from mpi4py import MPI
                     command = [sys.executable, __file__]
                     sys.exit(subprocess.call(command, close_fds=False))
                 strategy = mpidist.MPIStrategy()
@@ -259,7 +262,7 @@ def test_a_process_that_a_rank_starts_is_no_rank(tmp_path):
                     child = multiprocessing.get_context(method).Process(target=try_it)
                     child.start()
                     child.join()
-                code = "import starts; starts.try_it()"
+                code = "import mpi_starts; mpi_starts.try_it()"
                 command = f'"{sys.executable}" -c "{code}"; exit $?'
                 env = dict(os.environ, PYTHONPATH=os.path.dirname(__file__))
                 subprocess.run(command, shell=True, check=True, env=env)

@@ -80,9 +80,22 @@ def test_variables_of_metrics_and_optimizers(strategy):
         assert model.trainable_variables == (w,)
 
 
-def test_a_module_that_cannot_be_called_says_so():
-    class Empty(mpidist.Module):
-        pass
+def test_a_class_with_keras_method_call_can_be_called():
+    class Plus:
+        def __call__(self, x):
+            return x + 1
 
-    with pytest.raises(TypeError, match=r"'Empty' object is not callable; write `def"):
-        Empty()(1)
+    class Mixed(mpidist.Module, Plus):
+        def call(self, x):
+            raise NotImplementedError
+
+    class Keras(mpidist.Module):
+        def call(self, x, *, training=False):
+            return x, training
+
+    class Derived(Keras):
+        def call(self, x):
+            return -x
+
+    assert not callable(mpidist.Module())
+    assert (Mixed()(1), Keras()(1, training=True), Derived()(1)) == (2, (1, True), -1)

@@ -48,6 +48,8 @@ def test_local_results_of_a_mirrored_strategy_warn_once(strategy, size):
         v = mpidist.Variable(1.0)
     update = mirrored.extended.update
     assert update(v, lambda v: v.read_value(), group=False) == (1.0,)  # nor that
+    for result in (None, "text", 3, True):
+        assert update(v, lambda v, x=result: x, group=False) == (result,)
     for made, warns in ((strategy, False), (mirrored, True), (mirrored, False)):
         value = from_replicas(made, lambda i: float(i))
         with warnings.catch_warnings(record=True) as caught:
