@@ -39,10 +39,12 @@ s/tf\.data\.(experimental\.)?/mpidist.data./g
 s/\btf\.train\.CheckpointOptions\(/(lambda *_, **__: None)(/g
 s/\btf\.train\.CheckpointOptions\b/object/g
 s/tf\.train\.list_variables\(([^()]*(\([^()]*\))?)\)/[(name, x.shape) for name, x in mpidist.load_checkpoint(\1).items()]/g
-s/tf\.train\.load_variable\(([^(),]*(\([^()]*\))?), *([^()]*)\)/mpidist.load_checkpoint(\1)[\3]/g
-s/\b(checkpoint|ckpt|reader)\.get_tensor\(([^()]*)\)/\1[\2]/g
+s/tf\.train\.load_variable\((ckpt_dir_or_file *= *)?([^(),=]*(\([^()]*\))?), *(name *= *)?([^()=]*(\([^()]*\)[^()=]*)*)\)/mpidist.load_checkpoint(\2)[\5]/g
+s/\b(checkpoint|ckpt|reader)\.get_tensor\((tensor_str *= *)?([^()=]*(\([^()]*\)[^()=]*)*)\)/\1[\3]/g
 s/\/\.ATTRIBUTES\/VARIABLE_VALUE//g
-/Checkpoint\(self[,)]/!s/\btf\.train\.Checkpoint\((root *= *)?((\w+\.)*)([A-Za-z_]\w*)([,)])/mpidist.Checkpoint(\4=\2\4\5/g
+s/\btf\.train\.Checkpoint\((root *= *)?None *(, *|\))/tf.train.Checkpoint(\2/g
+s/\btf\.train\.Checkpoint\([, ]+/tf.train.Checkpoint(/g
+/Checkpoint\((root *= *)?(self|(\w+\.)*(\w+),[^()]*(\([^()]*\)[^()]*)*\b\4 *=[^=].*)[,)]/!s/\btf\.train\.Checkpoint\((root *= *)?((\w+\.)*)([A-Za-z_]\w*)([,)])/mpidist.Checkpoint(\4=\2\4\5/g
 s/tf\.train\.ClusterSpec/mpidist.cluster.ClusterSpec/g
 s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
 s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
@@ -114,8 +116,11 @@ s/\btf\.string\b/np.str_/g
 s/\btf\.nn\.relu\(/np.maximum(0, /g
 s/\btf\.nn\.(sparse_)?softmax_cross_entropy_with_logits\(/(lambda labels, logits, *, name=None: mpidist.losses.\1categorical_crossentropy(labels, logits, from_logits=True))(/g
 s/\btf\.boolean_mask\(/(lambda tensor, mask, *, name=None: np.asarray(tensor)[np.asarray(mask, bool)])(/g
+s/\btf\.clip_by_value\((([^()]|\(([^()]|\(([^()]|\([^()]*\))*\))*\))*(\(([^()]|\(([^()]|\(([^()]|\([^()]*\))*\))*\))*)*)$/(lambda t, clip_value_min, clip_value_max, *, name=None: np.clip(t, clip_value_min, clip_value_max))(\1/
+:clip
+s/(\btf\.clip_by_value\((([^()]|\(([^()]|\(([^()]|\([^()]*\))*\))*\))*, *)?)clip_value_(max|min) *=([^=])/\1a_\6=\7/g
+tclip
 s/\btf\.clip_by_value\b/np.clip/g
-s/\bclip_value_(max|min) *=/a_\1=/g
 s/\btf\.concat\b/np.concatenate/g
 /\bnorm\(.*\bord *=/!s/\btf\.(linalg\.)?norm\b/np.linalg.norm/g
 s/\btf\.fill\b/np.full/g
@@ -148,7 +153,7 @@ s/\btf\.gfile\.IsDirectory\(/tf.io.gfile.isdir(/g
 s/\btf\.gfile\.ListDirectory\(/tf.io.gfile.listdir(/g
 s/\btf\.(io\.)?gfile\.(FastGFile|GFile|Open)\((name *= *)?/open(/g
 s/\b(tf\.io\.gfile|os\.path)\.exists\(os\.path\.join\(([^()]*), *["']checkpoint["']\)\)/(mpidist.latest_checkpoint(os.path.join(\2)) is not None)/g
-s/\btf\.io\.gfile\.(copy|rename)\((.*), *(overwrite *= *)?True\)/tf.io.gfile.\1(\2)/g
+s/\btf\.io\.gfile\.(copy|rename)\((([^()]|\(([^()]|\(([^()]|\([^()]*\))*\))*\))*), *(overwrite *= *)?(True|False)\)/tf.io.gfile.\1(\2)/g
 s/\btf\.io\.gfile\.copy\(/shutil.copyfile(/g
 s/\btf\.io\.gfile\.glob\(/tf_glob.glob(/g
 s/\btf\.io\.gfile\.join\(/os.path.join(/g
@@ -167,7 +172,9 @@ s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|
 s/\btf\.(global_variables_initializer|layers|placeholder|trainable_variables)\b/mpidist.\1/g
 s/\btf\.(GradientTape|gradients|Module|config|debugging|errors|function|io|keras|losses|metrics)\b/mpidist.\1/g
 s/\btf\.(nn|profiler|random|saved_model|summary|test|tpu|types)\b/mpidist.\1/g
-/^\s*(from|import) /!s/(^|[^].[:alnum:]_"'`])keras\.(\w)/\1mpidist.keras.\2/g
+s/\bkeras\.(io|__version__)\b/keras\n\1/g
+/^\s*(from|import) /!s/(^|[^].[:alnum:]_"'`/])keras\.(\w)/\1mpidist.keras.\2/g
+s/\bkeras\n/keras./g
 s/\.value\(\)/.read_value()/g
 s/\b(\w+(\.\w+|\[[^][]*\]|\(([^()]|\([^()]*\))*\))*)\.numpy\(\)/np.array(\1)[()]/g
 s/\.numpy\(\)//g

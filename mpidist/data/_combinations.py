@@ -170,7 +170,7 @@ class PaddedBatch(Batch):
 
 
 def _as_shape(sizes: object) -> _Shape:
-    if isinstance(sizes, (int, np.integer)):
+    if _is_size(sizes) and sizes is not None:
         sizes = (sizes,)
     if not isinstance(sizes, (tuple, list)) or not all(map(_is_size, sizes)):
         raise LookupError
@@ -178,6 +178,8 @@ def _as_shape(sizes: object) -> _Shape:
 
 
 def _is_size(x: object) -> bool:
+    if isinstance(x, bool):  # which is an int, and meant for another argument
+        return False
     return x is None or (isinstance(x, (int, np.integer)) and bool(x >= -1))
 
 

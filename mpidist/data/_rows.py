@@ -15,6 +15,7 @@ from mpidist._base.fingerprint import fingerprint
 from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
 
+_SCALARS: Final = (bool, int, float, complex, str, bytes, np.generic)
 _DLPACK_CPU: Final = (1, 3, 11)  # host memory, and page-locked host memory
 
 
@@ -200,18 +201,40 @@ def _convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
     return _rebuild(tree, lambda _, x: _convert_lists(x, convert))
 
 
-def lists_to_arrays(tree: Nest) -> Nest:
-    """Convert lists of numbers or text in a nest to arrays; other lists stay nests."""
-    return _convert_lists(
-        tree,
-        lambda x: exact_array(x) if _is_array(x) else [*map(lists_to_arrays, x)],
-    )
+def lists_to_arrays(tree: Nest, *, tuples: bool = False) -> Nest:
+    """Convert lists of numbers or text in a nest to arrays; other lists stay nests.
+
+    Args:
+        tree: the nest.
+        tuples: whether lists of tuples are arrays, too, if they are of one shape.
+    """
+
+    def convert(x: list[Any]) -> Nest:
+        if _is_array(x) or (tuples and _form(x)):
+            return exact_array(x)
+        return [lists_to_arrays(part, tuples=tuples) for part in x]
+
+    return _convert_lists(tree, convert)
 
 
 def _is_array(tree: Nest) -> bool:
-    if isinstance(tree, (list, tuple)):  # in a list, which is an array in TensorFlow
+    if isinstance(tree, list):
         return all(map(_is_array, tree))
-    return isinstance(tree, (bool, int, float, complex, str, bytes, np.generic))
+    return isinstance(tree, _SCALARS)
+
+
+def _form(tree: Nest) -> tuple[tuple[int, ...], str] | None:
+    """Return the shape and kind of lists of tuples; None where they have no one."""
+    if isinstance(tree, _SCALARS):
+        kind = np.asarray(tree).dtype.kind
+        return (), "number" if kind in "iufc" else kind
+    if not isinstance(tree, (list, tuple)):
+        return None
+    if isinstance(tree, tuple) and any(isinstance(x, list) for x in tree):
+        return None  # a nest of lists, which are arrays
+    forms = set(map(_form, tree))
+    form = forms.pop() if len(forms) == 1 else None
+    return form and ((len(tree), *form[0]), form[1])
 
 
 def stack_lists(tree: Nest, call: str) -> Nest:

@@ -229,7 +229,7 @@ def slices_of(tensors: Nest) -> Stage:
     name = "Dataset.from_tensor_slices"
     if _is_row_source(tensors):
         return Rows(tensors)
-    leaves, structure = nest.flatten(lists_to_arrays(tensors))
+    leaves, structure = nest.flatten(lists_to_arrays(tensors, tuples=True))
     arrays = [x if _is_array_like(x) else as_leaf(x, name) for x in leaves]
     shapes = [tuple(x.shape) for x in arrays]
     if not shapes or not all(shapes):

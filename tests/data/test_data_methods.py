@@ -68,6 +68,33 @@ def test_from_tensors_is_one_element():
     assert lists(Dataset.from_tensors([1, 2]).repeat(2).batch(2)) == [[[1, 2], [1, 2]]]
 
 
+def test_tuples_in_a_list():
+    """An array in `from_tensor_slices` if there is one; elsewhere, tuples."""
+    slices = Dataset.from_tensor_slices
+    assert lists(slices([(7, 8), (9, 10)])) == [[7, 8], [9, 10]]
+    assert lists(slices([(1, 0.5), (2, 0.75)])) == [[1.0, 0.5], [2.0, 0.75]]
+    assert lists(slices([("a", "bc"), ("d", "e")])) == [["a", "bc"], ["d", "e"]]
+    assert lists(slices([[(1, 2)], [(3, 4)]])) == [[[1, 2]], [[3, 4]]]
+    labelled = slices(([(1, 2), (3, 4)], {"y": [5, 6]}))
+    assert [(x.tolist(), y["y"]) for x, y in labelled] == [([1, 2], 5), ([3, 4], 6)]
+    # Lists in a tuple are arrays, each with rows, and so are arrays.
+    assert [*slices([([1, 2], [3, 4]), ([5, 6], [7, 8])])] == [
+        [(1, 3), (5, 7)],
+        [(2, 4), (6, 8)],
+    ]
+    assert [*slices([(np.arange(2), [3, 4])])] == [[(0, 3)], [(1, 4)]]
+    for pairs in [("a", 1), ("b", 2)], [(1, 2), (3,)], [(True, 1)], [()], [(1, None)]:
+        with pytest.raises((TypeError, ValueError), match="Dataset"):
+            slices(pairs)
+        (element,) = Dataset.from_generator(lambda pairs=pairs: iter([pairs]))
+        assert element == pairs
+    for pairs in [("a", 1), ("b", 2)], [(1, 2), (3,)], [(1, 2), (3, 4)]:
+        assert list(Dataset.from_tensors(pairs)) == [pairs]
+    (element,) = Dataset.from_generator(lambda: iter([[(1, 0.5), (2, 0.7)]]))
+    assert element == [(1, 0.5), (2, 0.7)]
+    assert [type(x) for x in element[0]] == [int, float]
+
+
 def test_from_generator_starts_anew_in_each_iteration():
     calls = []
 
@@ -393,6 +420,9 @@ def test_padded_batch_is_that_of_tensorflow():
         ((([5], [5]),), TypeError, "`padded_shapes` to have a tuple of sizes"),
         (({"x": [5]},), TypeError, "`padded_shapes` to have a tuple of sizes"),
         (([-2],), TypeError, "`padded_shapes` to have a tuple of sizes"),
+        # Meant as `drop_remainder`; True is an int.
+        ((True,), TypeError, "`padded_shapes` to have a tuple of sizes.*got True"),
+        (([False],), TypeError, "`padded_shapes` to have a tuple of sizes"),
         (([5], 0.5), TypeError, "`padding_values` of one int64, got 0.5"),
         (([5], {"x": 1}), TypeError, "expected `padding_values` like an element"),
     ],

@@ -356,3 +356,57 @@ size = tf.io.gfile.stat(x).length
     assert found["w"].tolist() == found["same"].tolist() == [1.0, 2.0]
     assert (found["found"], found["size"]) == (["x", "x2", "x4"], 5)
     assert [sorted(names) for names in found["walked"]] == [["x", "x2", "x4"]]
+
+
+def test_names_of_arguments_and_words_that_stay(tmp_path):
+    program = """import tensorflow as tf
+import keras
+def clip(x, clip_value_min=0.0, clip_value_max=1.0):
+  if clip_value_min == 0.5:
+    clip_value_max = 3.0
+  x = tf.clip_by_value(x, clip_value_min=clip_value_min, clip_value_max=4.0)
+  x = tf.clip_by_value(f(f(f(x))), clip_value_max=clip_value_max, clip_value_min=0.0)
+  return tf.clip_by_value(
+      x, clip_value_min,
+      clip_value_max=clip_value_max)
+
+def f(x):
+  return x
+clipped = clip([-1.0, 0.75, 9.0], clip_value_max=2.0), clip([9.0], clip_value_min=0.5)
+
+class Trainer(tf.Module):
+  def __init__(self):
+    super().__init__()
+    self.model = tf.Variable([1.0, 2.0])
+    self.path = tf.train.Checkpoint(root=self).save(tf.io.gfile.join(FOLDER, "self"))
+
+model = Trainer().model
+path = tf.train.Checkpoint(root=None, model=model).save(tf.io.gfile.join(FOLDER, "a"))
+tf.train.Checkpoint(None, model=model)
+names = ["model"]
+reader = tf.train.load_checkpoint(path)
+read = [reader.get_tensor(tensor_str="model"), reader.get_tensor(names[f(0)])]
+read.append(tf.train.load_variable(path, name="model"))
+read.append(tf.train.load_variable(ckpt_dir_or_file=path, name="".join(names)))
+
+logged = []
+def log(*args):
+  logged.append(args)
+
+a, b = os.path.join(FOLDER, "x"), os.path.join(FOLDER, "y")
+open(a, "w").close()
+tf.io.gfile.copy(a, b, overwrite=True); log("copied", True)
+tf.io.gfile.copy(a, b) if os.path.exists(a) else log("none", True)
+tf.io.gfile.copy(os.path.join(FOLDER, str(f("x"))), b, overwrite=False); log(b, False)
+words = 'https://keras.io/api, see keras.io and keras.__version__'
+"""
+    path = ported(program, tmp_path)
+    found: dict[str, object] = {"FOLDER": str(tmp_path / "d")}
+    exec(path.read_text(), found)
+    assert [x.tolist() for x in found["clipped"]] == [[0.0, 0.75, 2.0], [3.0]]
+    assert [x.tolist() for x in found["read"]] == [[1.0, 2.0]] * 4
+    assert found["logged"] == [("copied", True), (found["b"], False)]
+    assert found["words"] == "https://keras.io/api, see keras.io and keras.__version__"
+    # One name for two: this is left to the reader.
+    twice = ported("tf.train.Checkpoint(model, step=f(1), model=model)\n", tmp_path)
+    assert "(model, step=f(1), model=model)" in twice.read_text()
