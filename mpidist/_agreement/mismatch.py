@@ -165,7 +165,7 @@ def _leave_with(
 ) -> BaseException:
     """Return what this rank raises if others have called `sys.exit`, or ended."""
     for report in leaving:
-        if report.exit_code:
+        if report.exit_code not in (None, 0):  # "" is an error, and False is not
             if rank == min(one.rank for one in reports if not one.exits):
                 reporting.warn(
                     f"mpidist: rank {rank}: rank {report.rank} left the program by "

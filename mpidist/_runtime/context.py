@@ -72,6 +72,7 @@ class _Stack(threading.local):
 
 _threads: weakref.WeakValueDictionary[int, _Frames] = weakref.WeakValueDictionary()
 _stack = _Stack()
+_users: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _defaults: list[Frame] = []
 
 
@@ -294,6 +295,7 @@ def note_use(group: ReplicaGroup, call: str) -> None:
                 "other ranks do not make this one; a handler may only write"
             )
         _stack.used = True
+        _users.add(threading.current_thread())
 
 
 def was_used() -> bool:
@@ -302,6 +304,12 @@ def was_used() -> bool:
     The default strategy does not count.
     """
     return _stack.used
+
+
+def other_users() -> list[threading.Thread]:
+    """Return the other threads that live and for which `was_used` holds."""
+    own = threading.current_thread()
+    return [one for one in list(_users) if one is not own and one.is_alive()]
 
 
 def _instead(call: str) -> str:

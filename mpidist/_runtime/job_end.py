@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -54,7 +56,12 @@ _CLEAN_UP_SECONDS: Final = 5.0
 _INTERRUPT_SECONDS: Final = 1.0
 _ABORT_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.001
+# How long the end of a program waits for a thread that is ending the job, which takes
+# less unless a hook of the user does not return; and for one that may be about to.
+_THREAD_SECONDS: Final = 30.0
+_UNWIND_SECONDS: Final = 1.0
 
+_ending: Final = threading.Event()  # a thread is in `end_job`
 # The guards of all strategies, and whether their ranks wait for each other at the end.
 guards: Final[threads.ReplicaLocal[dict[Guard, bool]]] = threads.ReplicaLocal(dict)
 
@@ -104,6 +111,7 @@ def end_job(
         show: prints it; None: print its traceback without mpidist's frames.
         waits: whether a rank that raises because of another first waits for that one.
     """
+    _ending.set()
     # Ctrl-C reaches ranks one after the other: this one may already be here because of
     # another, and ends by what follows in any case.
     termination.ignore()
@@ -137,8 +145,12 @@ def end_job(
     if show is not None and not reporting.is_stuck():
         try:
             show()  # in this thread: it may be a debugger
-        except (Exception, SystemExit):
-            reporting.write_stderr(traceback.format_exc() + format_exception(error))
+        except SystemExit:
+            pass  # a way to end a hook, as the next one is to end a debugger
+        except Exception as failure:
+            if not isinstance(failure, getattr(sys.modules.get("bdb"), "BdbQuit", ())):
+                text = traceback.format_exc() + format_exception(error)
+                reporting.write_stderr(text)
         reporting.flush_streams()
     if reporting.is_stuck() and gave_up():
         time.sleep(_UNREAD_SECONDS)  # until another, which may be read, ends the job
@@ -147,6 +159,21 @@ def end_job(
     # MPICH's launcher forwards nothing after it learns of the abort: give it time.
     time.sleep(_FORWARD_SECONDS)
     _abort(1)
+
+
+def let_threads_end(others: Sequence[threading.Thread] = ()) -> None:
+    """Let another thread end the job, if one does: this one would end the process.
+
+    Args:
+        others: threads that may have failed just now.
+    """
+    stop = time.monotonic() + _UNWIND_SECONDS
+    while not _ending.is_set() and time.monotonic() < stop:
+        if not any(thread.is_alive() for thread in others):
+            return
+        time.sleep(_PAUSE_SECONDS)
+    if _ending.is_set():
+        time.sleep(_THREAD_SECONDS)
 
 
 def _has_another_told() -> bool:

@@ -44,6 +44,11 @@ right for a thread that draws a progress bar. But a thread that has been in the 
 of a strategy, or in a call of one, is the thread in which the program makes its
 collective calls (one thread at a time does): the other ranks wait for its next call,
 which does not come. They would learn of it only by the deadline, half an hour later.
+
+A daemon thread that is in a call when the program ends never returns from it, or raises
+because this rank, or another, has left. Both end the job. Such a thread may wait for
+its turn to tell, so the end of the program waits for it; and a second for the threads
+that have used a strategy, as one may just have failed, and not have come to its hook.
 """
 
 from __future__ import annotations
@@ -285,8 +290,12 @@ def _leave() -> None:
     if rank is None:
         return
     _call_last()  # also if this was registered after it
+    others = context.other_users()
     try:
+        job_end.let_threads_end()
         leave(exit_code.noted())
+        # This rank's end, or another's, has ended a call of theirs.
+        job_end.let_threads_end(others)
     except KeyboardInterrupt as interrupt:
         if job_end.rank_of_job() is None:
             raise
@@ -297,6 +306,7 @@ def _leave() -> None:
     except Exception as error:  # another thread is in a call, for example
         if job_end.rank_of_job() is None:
             raise
+        job_end.let_threads_end()
         where = " at the end of its program"
         job_end.end_job(rank, error.with_traceback(None), where, None, waits=False)
 

@@ -312,6 +312,47 @@ def test_a_program_that_ends_while_a_thread_is_in_a_call_ends_the_job():
     assert count_tracebacks(err) == 0
 
 
+def test_a_program_does_not_end_before_its_thread_has_ended_the_job():
+    """Python would end the thread while it waits for its turn to say why."""
+    body = """
+    import threading
+    if rank == 1:
+        from mpidist._runtime import termination
+        begun = threading.Event()
+        termination.ignore = begun.set  # what ends the job begins with it
+        threading.Thread(target=strategy.run, args=(step,), daemon=True).start()
+        begun.wait()
+    """
+    code, _, err = end_of(body)
+    assert code != 0
+    assert "mpidist: rank 1 raised an exception in thread" in err
+    assert "this rank has left the program" in err
+
+
+def test_a_program_does_not_end_while_its_thread_may_be_about_to_end_the_job():
+    body = """
+    import atexit, threading
+    if rank == 1:
+        from mpidist._runtime import job_end
+        raised, left, wait = threading.Event(), threading.Event(), job_end.wait_for
+        def run():
+            try:
+                strategy.run(step)
+            finally:
+                raised.set()
+                left.wait()
+        def wait_and_tell(waits):
+            wait(waits)
+            left.set()
+        job_end.wait_for = wait_and_tell
+        threading.Thread(target=run, daemon=True).start()
+        raised.wait()
+    """
+    code, _, err = end_of(body)
+    assert code != 0
+    assert "mpidist: rank 1 raised an exception in thread" in err
+
+
 def test_threads_that_do_not_use_it_end_alone():
     body = """
     import threading
@@ -366,6 +407,26 @@ def test_a_hook_of_the_users_own_shows_the_exception():
     assert code != 0
     assert err.count("mine: no such key") == 1
     assert "mpidist: rank 1 raised an exception, ending the job" in err
+    assert count_tracebacks(err) == 0
+
+
+@pytest.mark.parametrize("how", ["sys.exit(3)", "raise bdb.BdbQuit"])
+def test_a_hook_that_ends_by_an_exception_for_that_is_not_reported(how):
+    body = f"""
+    import bdb, os, sys, time
+    def mine(kind, error, trace):
+        print(f"mine: {{error}}", file=sys.stderr, flush=True)
+        {how}
+    sys.excepthook = mine
+    import mpidist
+    strategy = mpidist.MPIStrategy()
+    if strategy.replica_id == 1:
+        raise LookupError("no such key")
+    time.sleep(600)
+    """
+    code, _, err = end_of(body, prologue=False)
+    assert code != 0
+    assert err.count("no such key") == 1
     assert count_tracebacks(err) == 0
 
 

@@ -69,6 +69,14 @@ def test_sys_exit_without_a_code_on_one_rank(strategy, last, code, said):
     assert_usable(strategy)
 
 
+@pytest.mark.parametrize(("code", "ends"), [("", True), (False, False)])
+def test_what_python_takes_for_an_error_is_one(strategy, last, code, ends):
+    rows = raise_on(strategy, last, SystemExit(code))
+    expected = "SystemExit" if ends else "CollectiveMismatchError"
+    assert {row.name for row in rows[:last]} == {expected}
+    assert_usable(strategy)
+
+
 class ExitsWhenPickledError(Exception):
     """An exception that leaves the program when it is pickled."""
 

@@ -623,6 +623,81 @@ def test_the_state_of_an_optimizer_in_another_layout(strategy, rank, torch, mt):
     assert adam.state[conv.weight]["exp_avg"].stride() == conv.weight.stride()
 
 
+def make_counting(torch):
+    class Counting(torch.optim.SGD):
+        """It has a state that is of no parameter, and one that is no dictionary."""
+
+        def step(self, closure=None):
+            super().step()
+            self.state["calls"] = self.state.get("calls", 0) + 1
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = torch.ones_like(p)
+
+    return Counting
+
+
+def test_states_that_are_no_dictionary(strategy, rank, torch, mt, tmp_path):
+    p = torch.nn.Parameter(torch.ones(3, 2).t())
+    optimizer = make_counting(torch)([p], lr=0.1)
+    p.grad = torch.ones_like(p)
+    for _ in range(3 - rank):
+        optimizer.step()
+    mt.broadcast_optimizer_state(optimizer, strategy=strategy)
+    assert optimizer.state["calls"] == 3
+    assert optimizer.state[p].stride() == p.stride()
+
+    same_path = everywhere(str(tmp_path))[0]
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(optimizer=optimizer)
+        checkpoint.save(f"{same_path}/a")
+        optimizer.step()
+        checkpoint.restore(f"{same_path}/a")
+    assert optimizer.state["calls"] == 3
+    assert optimizer.state[p].stride() == p.stride()
+    assert optimizer.state[p].tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adam", "sharded NAdam"])
+def test_the_dtypes_of_a_state(strategy, rank, torch, mt, tmp_path, kind, dtype):
+    """torch makes all of it the dtype of the parameter."""
+
+    def make():
+        p = torch.nn.Parameter(torch.ones(5, dtype=getattr(torch, dtype)))
+        cls = getattr(torch.optim, kind.split()[-1])
+        if "sharded" not in kind:
+            return p, cls([p], lr=0.01)
+        return p, mt.ZeroRedundancyOptimizer([p], cls, lr=0.01, strategy=strategy)
+
+    def step(p, optimizer, times=1):
+        for i in range(times):
+            p.grad = torch.arange(1, 6, dtype=p.dtype) / 7 + i
+            optimizer.step()
+
+    def text(optimizer):
+        leaves = nest.flatten(optimizer.state_dict()["state"])[0]
+        return repr([(x.dtype, x.tolist()) for x in leaves if torch.is_tensor(x)])
+
+    p, optimizer = make()
+    step(p, optimizer, 3)
+    expected = text(optimizer)
+    if "sharded" not in kind:
+        other = optimizer if rank == 0 else make()[1]
+        mt.broadcast_optimizer_state(other, strategy=strategy)
+        assert everywhere(text(other)) == [expected] * 2
+
+    same_path = everywhere(str(tmp_path))[0]
+    q, restored = make()
+    with strategy.scope():
+        mpidist.Checkpoint(p=p, optimizer=optimizer).save(f"{same_path}/a")
+        mpidist.Checkpoint(p=q, optimizer=restored).restore(f"{same_path}/a")
+    assert text(restored) == expected
+    step(p, optimizer, 3)
+    step(q, restored, 3)
+    assert text(restored) == text(optimizer)
+    assert torch.equal(p, q)
+
+
 def test_an_optimizer_is_not_copied(strategy, torch, mt):
     optimizer = torch.optim.SGD(make_model(torch).parameters())
     wrapped = mt.DistributedOptimizer(optimizer, strategy=strategy)
