@@ -16,7 +16,6 @@ from pathlib import Path
 
 ALLOW_ALONE = "MPIDIST_ALONE"
 """The environment variable that allows processes that MPI does not connect."""
-_RANK_PROCESS = "_MPIDIST_RANK_PROCESS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,7 @@ _LAUNCHERS_PROCESSES = {  # their names, of at most 15 letters
     *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr"),
     *("prterun", "prted", "orterun", "orted", "srun", "slurmstepd"),
 }
+_LIBRARIES_OF_RANKS = ("/mpi4py/MPI.", "/mpidist/_native/_core.")
 _SRUN_LOCAL_RANK = "SLURM_LOCALID"  # under mpirun that of its daemon
 LOCAL_SIZES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -86,19 +86,14 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     return _launch_of_torch(variables) if "MASTER_ADDR" in variables else None
 
 
-def mark_rank() -> None:
-    """Leave this process's id to the processes that it starts."""
-    os.environ[_RANK_PROCESS] = str(os.getpid())
-
-
 def find_rank_above() -> int | None:
     """Return the id of the process of a rank that started this one, if one has.
 
-    Between them may be shells, and servers of `multiprocessing`; not a launcher, which
-    starts a job of its own.
+    It has loaded mpi4py, and the core of this package. Between them may be shells, and
+    servers of `multiprocessing`; not a launcher, which starts a job of its own.
     """
-    launch, marked = find_launch(), os.environ.get(_RANK_PROCESS)
-    if launch is None or launch.size == 1 or marked is None:
+    launch = find_launch()
+    if launch is None or launch.size == 1:
         return None
     pid = os.getppid()
     try:
@@ -107,10 +102,11 @@ def find_rank_above() -> int | None:
             name, _, rest = stat.rpartition(")")
             if name in _LAUNCHERS_PROCESSES:
                 return None
-            if str(pid) == marked:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            if all(library in maps for library in _LIBRARIES_OF_RANKS):
                 return pid
             pid = int(rest.split()[1])
-    except (OSError, ValueError, IndexError):  # gone, or no Linux
+    except (OSError, ValueError, IndexError):  # another user's, gone, or no Linux
         pass
     return None
 

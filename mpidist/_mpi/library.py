@@ -112,7 +112,6 @@ def check_communicator(comm: Any) -> MpiComm:
             "MPIStrategy: the program has called `MPI.Finalize()`, and MPI cannot be "
             "started again; make the strategy before, or leave the call to mpi4py"
         )
-    launcher.mark_rank()
     if comm is None:
         return mpi.COMM_WORLD
     what = "`comm` to be an `mpi4py.MPI.Comm` or None"

@@ -241,6 +241,12 @@ def test_a_process_that_a_rank_starts_is_no_rank(tmp_path):
         textwrap.dedent(
             """
             import multiprocessing, os, subprocess, sys
+            if len(sys.argv) > 1:  # a program between mpirun and a rank
+                import mpi4py
+                mpi4py.rc.initialize = False
+                from mpi4py import MPI
+                command = [sys.executable, __file__]
+                sys.exit(subprocess.call(command, close_fds=False))
             import mpidist
 
             def try_it():
@@ -250,12 +256,6 @@ def test_a_process_that_a_rank_starts_is_no_rank(tmp_path):
                     print(f"refused by {os.environ['OF']}: {error}", flush=True)
 
             if __name__ == "__main__":
-                if len(sys.argv) > 1:  # a program between mpirun and a rank
-                    import mpi4py
-                    mpi4py.rc.initialize = False
-                    from mpi4py import MPI
-                    command = [sys.executable, __file__]
-                    sys.exit(subprocess.call(command, close_fds=False))
                 strategy = mpidist.MPIStrategy()
                 os.environ["OF"] = str(os.getpid())
                 for method in ("spawn", "forkserver"):
