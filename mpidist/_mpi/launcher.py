@@ -89,8 +89,9 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 def find_rank_above() -> int | None:
     """Return the id of the process of a rank that started this one, if one has.
 
-    It has loaded mpi4py, and the core of this package. Between them may be shells, and
-    servers of `multiprocessing`; not a launcher, which starts a job of its own.
+    It was launched as the same rank, and has loaded mpi4py and this package's core.
+    Between them may be shells, and servers of `multiprocessing`; not a launcher, which
+    starts a job of its own.
     """
     launch = find_launch()
     if launch is None or launch.size == 1:
@@ -98,11 +99,13 @@ def find_rank_above() -> int | None:
     pid = os.getppid()
     try:
         while pid > 1:
-            stat = Path(f"/proc/{pid}/stat").read_text().partition("(")[2]
-            name, _, rest = stat.rpartition(")")
-            if name in _LAUNCHERS_PROCESSES:
+            of = Path(f"/proc/{pid}")
+            name, _, rest = (of / "stat").read_text().partition("(")[2].rpartition(")")
+            words = os.fsdecode((of / "environ").read_bytes()).split("\0")
+            variables = dict(word.split("=", 1) for word in words if "=" in word)
+            if name in _LAUNCHERS_PROCESSES or find_launch(variables) != launch:
                 return None
-            maps = Path(f"/proc/{pid}/maps").read_text()
+            maps = (of / "maps").read_text()
             if all(library in maps for library in _LIBRARIES_OF_RANKS):
                 return pid
             pid = int(rest.split()[1])

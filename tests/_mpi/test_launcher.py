@@ -1,5 +1,6 @@
 """What the launcher says of this process; programs that are alone and should not be."""
 
+import importlib
 import subprocess
 import sys
 
@@ -99,6 +100,8 @@ def run_alone(program, **variables):
 
 
 def test_a_program_that_is_alone_and_should_not_be():
+    # This process looks like a rank then, but was not launched as the program's.
+    importlib.import_module("mpi4py.MPI")
     step = {**STEP, "SLURM_PROCID": "3"}
     done = run_alone("mpidist.MPIStrategy()", **step)
     assert done.returncode == 1
