@@ -200,7 +200,8 @@ class Copies:
     def _together(self, allocate: Callable[[], _R], call: str) -> _R:
         """Allocate memory on all ranks, or on none. Collective.
 
-        A header shows whether all have it; the ranks exchange texts if one has not.
+        A header shows whether all have it, also with the guard off; the ranks exchange
+        texts if one has not.
 
         Args:
             allocate: allocates that of this rank.

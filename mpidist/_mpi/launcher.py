@@ -9,6 +9,7 @@ it starts without a launcher is not taken for one of many.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ _LAUNCHERS = (
     ("mpirun of MVAPICH2", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpirun of MPICH or Intel MPI", "PMI_", "MPI_LOCALRANKID"),
 )
-_LAUNCHERS_PROCESSES = {  # their names, of at most 15 letters
+_LAUNCHER_PROCESSES = {  # their names, of at most 15 letters
     *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr"),
     *("prterun", "prted", "orterun", "orted", "srun", "slurmstepd"),
 }
@@ -86,6 +87,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     return _launch_of_torch(variables) if "MASTER_ADDR" in variables else None
 
 
+@functools.cache  # nothing of it changes while this process runs
 def find_rank_above() -> int | None:
     """Return the id of the process of a rank that started this one, if one has.
 
@@ -101,9 +103,11 @@ def find_rank_above() -> int | None:
         while pid > 1:
             of = Path(f"/proc/{pid}")
             name, _, rest = (of / "stat").read_text().partition("(")[2].rpartition(")")
+            if name in _LAUNCHER_PROCESSES:
+                return None
             words = os.fsdecode((of / "environ").read_bytes()).split("\0")
             variables = dict(word.split("=", 1) for word in words if "=" in word)
-            if name in _LAUNCHERS_PROCESSES or find_launch(variables) != launch:
+            if find_launch(variables) != launch:
                 return None
             maps = (of / "maps").read_text()
             if all(library in maps for library in _LIBRARIES_OF_RANKS):

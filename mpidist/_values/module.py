@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from mpidist._base.remedies import explain_attributes
 from mpidist._values.variable import Variable
 
-_BUILT: Final = "\0"  # ends the name of an optimizer whose variables follow
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -81,7 +80,7 @@ class Module:
         """
         found: dict[str, object] = {}
         for name, x in _parts("", self, set()):
-            if isinstance(x, Module) or name.endswith(_BUILT):
+            if isinstance(x, Module) or _is_built(x):
                 continue
             if name in found:
                 raise ValueError(f"Module: two of its variables are named {name!r}")
@@ -96,13 +95,18 @@ def _call_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def built_optimizers(module: Module) -> list[Any]:
     """Return the optimizers in a module that have made their variables."""
-    return [x for name, x in _parts("", module, set()) if name.endswith(_BUILT)]
+    return [x for _, x in _parts("", module, set()) if _is_built(x)]
+
+
+def _is_built(value: object) -> bool:
+    """Return whether something is an optimizer that has made its variables."""
+    return hasattr(value, "__restore_later__") and bool(_variables_of(value))
 
 
 def _parts(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
     """Yield what a value contains, each once, with their names.
 
-    Modules, variables, and optimizers without variables.
+    Modules, variables, and optimizers, also those without variables.
     """
     found: list[tuple[str, object]] | None = []
     children: list[tuple[str, object]] = []
@@ -118,10 +122,9 @@ def _parts(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, obje
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, (Variable, Module)) or found is None:
+    is_optimizer = found != [] and hasattr(value, "__restore_later__")
+    if isinstance(value, (Variable, Module)) or is_optimizer:
         yield name, value
-    elif found and hasattr(value, "__restore_later__"):
-        yield f"{name}{_BUILT}", value
     for key, child in children:
         yield from _parts(f"{name}/{key}" if name else key, child, seen)
 
