@@ -4,18 +4,9 @@ Each MPI rank hosts one replica. Importing this starts no MPI and loads no CuPy;
 first `MPIStrategy` does.
 """
 
-from mpidist import (
-    cluster as cluster,
-    data as data,
-    elastic as elastic,
-    experimental as experimental,
-    losses as losses,
-    metrics as metrics,
-    nest as nest,
-    optimizers as optimizers,
-    summary as summary,
-    testing as testing,
-)
+from typing import TYPE_CHECKING
+
+from mpidist import cluster as cluster, experimental as experimental, nest as nest
 from mpidist._base.errors import (
     CheckpointError as CheckpointError,
     CollectiveError as CollectiveError,
@@ -98,12 +89,37 @@ from mpidist._values.module import Module as Module
 from mpidist._values.variable import Variable as Variable
 from mpidist._version import __version__ as __version__
 from mpidist.cluster import MPIClusterResolver as MPIClusterResolver
-from mpidist.data import (
-    DistributedDataset as DistributedDataset,
-    DistributedIterator as DistributedIterator,
-    InputContext as InputContext,
-    InputOptions as InputOptions,
-    InputReplicationMode as InputReplicationMode,
-)
 
-_publish(__name__)
+if TYPE_CHECKING:  # else by `_publish`, when they are first used: they take long
+    from mpidist import (
+        data as data,
+        elastic as elastic,
+        losses as losses,
+        metrics as metrics,
+        optimizers as optimizers,
+        summary as summary,
+        testing as testing,
+    )
+    from mpidist.data import (
+        DistributedDataset as DistributedDataset,
+        DistributedIterator as DistributedIterator,
+        InputContext as InputContext,
+        InputOptions as InputOptions,
+        InputReplicationMode as InputReplicationMode,
+    )
+
+_publish(
+    __name__,
+    later={
+        "data": (
+            "DistributedDataset",
+            "DistributedIterator",
+            "InputContext",
+            "InputOptions",
+            "InputReplicationMode",
+        ),
+        **dict.fromkeys(
+            ("elastic", "losses", "metrics", "optimizers", "summary", "testing"), ()
+        ),
+    },
+)

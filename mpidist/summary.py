@@ -18,6 +18,7 @@ from collections import abc as _abc
 
 from mpidist._base import backend as _backend, threads as _threads
 from mpidist._base.expect import as_int as _as_int, expect as _expect
+from mpidist._base.remedies import publish as _publish
 from mpidist._runtime import context as _context
 from mpidist._values.distributed import is_per_replica as _is_per_replica
 from mpidist.cluster import this_process as _this_process
@@ -243,3 +244,6 @@ def _crc_of(byte: int) -> int:
 
 
 _CRC_OF = [_crc_of(byte) for byte in range(256)]
+
+
+_publish(__name__)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import pkgutil
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NoReturn, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,7 +53,15 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
     return whole
 
 
-def publish(name: str, outer: Container[str] = ()) -> None:
+_PYTHONS: Final = ("annotations", "TYPE_CHECKING")  # imported for Python itself
+_later: Final[dict[str, Mapping[str, Container[str]]]] = {}
+
+
+def publish(
+    name: str,
+    outer: Container[str] = (),
+    later: Mapping[str, tuple[str, ...]] | None = None,
+) -> None:
     """Complete a module whose names without an underscore are public.
 
     They are its ``__all__``. Tracebacks and reprs say mpidist.MPIStrategy, whatever
@@ -62,26 +71,37 @@ def publish(name: str, outer: Container[str] = ()) -> None:
     Args:
         name: of the module.
         outer: the public names of the module that it is in; they belong to that.
+        later: modules in it that are imported at the first use of them, or of names of
+            theirs that are public in this module too. Each calls this itself.
     """
     module = vars(sys.modules[name])
+    above, _, own = name.rpartition(".")
+    outer = outer or _later.get(above, {}).get(own, ())
     public = {
         key: value
         for key, value in module.items()
-        if key == "__version__" or (key[0].isalpha() and key != "annotations")
+        if key == "__version__" or (key[0].isalpha() and key not in _PYTHONS)
     }
-    module["__all__"] = sorted(public)
+    places: dict[str, str] = {}
+    for room, names in (later or {}).items():
+        places |= {room: f"{name}.{room}"} | {x: f"{name}.{room}:{x}" for x in names}
+    _later[name] = later or {}
+    module["__all__"] = sorted({*public, *places})
     for key, value in public.items():
         if isinstance(value, ModuleType):
             publish(value.__name__, public)
-        elif callable(value) and key not in outer:
-            value.__module__ = name
+        elif callable(value):
+            value.__module__ = above if key in outer else name
 
-    def look(missing: str) -> NoReturn:
-        raise missing_name(
-            name, f"module {name!r} has no attribute {missing!r}", missing
-        )
+    def look(missing: str) -> object:
+        if missing not in places:
+            message = f"module {name!r} has no attribute {missing!r}"
+            raise missing_name(name, message, missing)
+        module[missing] = pkgutil.resolve_name(places[missing])
+        return module[missing]
 
     module["__getattr__"] = look
+    module["__dir__"] = lambda: sorted({*module, *places})
 
 
 def explain_attributes(cls: _T, owner: str = "") -> _T:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from mpidist._base import nest
 from mpidist._base.expect import as_int, expect
@@ -35,7 +35,9 @@ from mpidist._values.distributed import (
     select_replica,
 )
 from mpidist._values.variable import Variable, storage_of
-from mpidist.data import Dataset
+
+if TYPE_CHECKING:
+    from mpidist.data import Dataset
 
 
 @explain_attributes
@@ -218,6 +220,8 @@ class StrategyExtended:
         Returns:
             A `mpidist.data.Dataset`; call ``batch`` on it before it is distributed.
         """
+        from mpidist.data import Dataset
+
         return Dataset._of_numpy(self._group, numpy_input)
 
     @tells("experimental_run_steps_on_iterator")

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Final, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, overload
 
 from mpidist._base.expect import expect
 from mpidist._base.nest import map_structure
@@ -22,14 +22,16 @@ from mpidist._strategy.scope import Scope
 from mpidist._values.components import local_results
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist.cluster import MPIClusterResolver
-from mpidist.data import (
-    Dataset,
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-)
+
+if TYPE_CHECKING:  # else when a dataset is distributed: it takes long
+    from mpidist.data import (
+        Dataset,
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+    )
 
 
 class _Required:
@@ -483,6 +485,8 @@ class Strategy:
             CollectiveMismatchError: if the visible properties of the ranks' datasets
                 differ: length, batch size, seeds, dtypes.
         """
+        from mpidist.data import DistributedDataset
+
         return DistributedDataset._of_batches(self._group, dataset, options)
 
     @tells("distribute_datasets_from_function")
@@ -507,6 +511,8 @@ class Strategy:
         Raises:
             ReplicaError: if ``dataset_fn`` raised on another rank.
         """
+        from mpidist.data import DistributedDataset
+
         return DistributedDataset._of_function(
             self._group, dataset_fn, options, deals=self._deals
         )
@@ -523,6 +529,8 @@ class Strategy:
                 arrays is stacked, so that each array is a row.
             session: accepted and ignored.
         """
+        from mpidist.data import Dataset
+
         return Dataset._of_numpy(self._group, numpy_input)
 
     def make_dataset_iterator(self, dataset: Batches) -> DistributedIterator:
@@ -535,7 +543,7 @@ class Strategy:
     def make_input_fn_iterator(
         self,
         input_fn: Callable[[InputContext], Batches],
-        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+        replication_mode: InputReplicationMode | None = None,
     ) -> DistributedIterator:
         """Return an iterator over inputs from a function. Collective.
 
@@ -545,13 +553,21 @@ class Strategy:
             input_fn: as ``dataset_fn`` there; it may also return a function without
                 arguments that returns the next batch and raises StopIteration at the
                 end.
-            replication_mode: `InputReplicationMode.PER_WORKER`.
+            replication_mode: `InputReplicationMode.PER_WORKER`, which is the default.
 
         Raises:
             ValueError: if the mode is another one.
         """
         call = "make_input_fn_iterator"
         with self._group.guard.checking(call):
+            from mpidist.data import (
+                DistributedDataset,
+                InputOptions,
+                InputReplicationMode,
+            )
+
+            if replication_mode is None:
+                replication_mode = InputReplicationMode.PER_WORKER
             options = InputOptions(experimental_replication_mode=replication_mode)
         return iter(
             DistributedDataset._of_function(

@@ -5,6 +5,7 @@
 other iterable.
 """
 
+from mpidist._base.remedies import publish as _publish
 from mpidist.data._ahead import AUTOTUNE as AUTOTUNE
 from mpidist.data._dataset import Dataset as Dataset
 from mpidist.data._distribute import DistributedDataset as DistributedDataset
@@ -28,3 +29,5 @@ from mpidist.data._positions import (
     Optional as Optional,
     OutOfRangeError as OutOfRangeError,
 )
+
+_publish(__name__)

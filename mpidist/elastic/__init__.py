@@ -5,5 +5,8 @@ the boundaries of its steps. When processes die, `run` calls it again, on the re
 that are left, with the state of the last commit. See the guide "Elastic training".
 """
 
+from mpidist._base.remedies import publish as _publish
 from mpidist.elastic._run import run as run
 from mpidist.elastic._state import State as State
+
+_publish(__name__)

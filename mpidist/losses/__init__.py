@@ -10,6 +10,7 @@ keras/src/backend/tensorflow/nn.py): losses are means over the last axis, and
 probabilities are kept between 1e-7 and 1 - 1e-7.
 """
 
+from mpidist._base.remedies import publish as _publish
 from mpidist.losses._classes import (
     BinaryCrossentropy as BinaryCrossentropy,
     CategoricalCrossentropy as CategoricalCrossentropy,
@@ -28,3 +29,5 @@ from mpidist.losses._functions import (
     mean_squared_error as mean_squared_error,
     sparse_categorical_crossentropy as sparse_categorical_crossentropy,
 )
+
+_publish(__name__)

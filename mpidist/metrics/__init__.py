@@ -5,6 +5,7 @@ not communicate; `Mean.result` does, and is the same on all ranks. `mpidist.Chec
 saves them. For other metrics derive from `Metric` or `Mean`.
 """
 
+from mpidist._base.remedies import publish as _publish
 from mpidist.metrics._comparisons import (
     Accuracy as Accuracy,
     BinaryAccuracy as BinaryAccuracy,
@@ -29,3 +30,5 @@ from mpidist.metrics._confusion import (
     TruePositives as TruePositives,
 )
 from mpidist.metrics._metrics import Mean as Mean, Metric as Metric, Sum as Sum
+
+_publish(__name__)

@@ -4,6 +4,7 @@ Gradients are summed over the replicas, so each replica divides its loss by the 
 of rows in the whole step; see the guide "Sum or mean".
 """
 
+from mpidist._base.remedies import publish as _publish
 from mpidist.optimizers._clipping import clip_by_global_norm as clip_by_global_norm
 from mpidist.optimizers._optimizer import Optimizer as Optimizer
 from mpidist.optimizers._rules import (
@@ -22,3 +23,5 @@ from mpidist.optimizers._schedules import (
     piecewise_constant as piecewise_constant,
     polynomial_decay as polynomial_decay,
 )
+
+_publish(__name__)

@@ -5,6 +5,7 @@ which is `run`, and the mark ``replicas``, which runs a test with several number
 replicas (see the guide, "Testing").
 """
 
+from mpidist._base.remedies import publish as _publish
 from mpidist.testing._fixtures import each_replica as each_replica
 from mpidist.testing._group import ThreadGroup as ThreadGroup
 from mpidist.testing._run import (
@@ -12,3 +13,5 @@ from mpidist.testing._run import (
     current_group as current_group,
     run as run,
 )
+
+_publish(__name__)

@@ -10,6 +10,7 @@ from argparse import ArgumentTypeError
 import numpy as np
 import pytest
 from launching import run_ranks
+from replicas import slow
 
 from mpidist import _cli
 from mpidist._cli import bench_command
@@ -31,6 +32,7 @@ MIB = 2**20
 # --- the whole table --------------------------------------------------------------
 
 
+@slow
 @pytest.mark.core
 def test_the_table_has_all_rows(tmp_path):
     path = tmp_path / "r.json"

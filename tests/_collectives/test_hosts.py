@@ -118,6 +118,7 @@ def test_a_part_of_the_suite_on_two_hosts(make_hosts):
         assert int(numbers[2]) - int(numbers[1]) > 30
 
 
+@slow
 def test_sums_on_hosts_that_differ(make_hosts):
     """One with little memory to share, nothing to write in $HOME, and other paths."""
     odd = ["node2"]
@@ -133,12 +134,13 @@ def test_sums_on_hosts_that_differ(make_hosts):
     assert paths[0] != paths[1]
 
 
+@slow
 @pytest.mark.parametrize(
     "link",
     [
-        rarely({"mbits": 1000, "delay_ms": 20}),
+        {"mbits": 1000, "delay_ms": 20},
         {"mbits": 1000, "delay_ms": 1, "lost": 0.01},
-        rarely("cut for 5 s"),
+        "cut for 5 s",
     ],
     ids=["20 ms", "1 % lost", "cut for 5 s"],
 )
@@ -227,6 +229,7 @@ def test_a_stopped_rank_on_one_node_is_reported(tmp_path, elements):
     assert "mpidist: rank 1 did not go on in call" in errors
 
 
+@slow
 def test_what_info_and_check_find_on_hosts(make_hosts):
     hosts = make_hosts(2, shm={"node2": "8m"})
     facts = report_of(hosts, "info")
@@ -296,6 +299,7 @@ def test_a_rank_that_is_killed_on_another_host_is_named(make_hosts):
         assert code != 0
 
 
+@slow
 def test_mpidist_run_ends_a_job_that_has_lost_a_host(make_hosts):
     """Open MPI's mpirun alone waits for the host for minutes, and ignores SIGTERM."""
     hosts = make_hosts(1)

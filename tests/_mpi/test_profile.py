@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from launching import run_ranks
-from replicas import long_only
+from replicas import long_only, slow
 
 from mpidist import _native
 
@@ -154,6 +154,7 @@ def check(counted: dict[str, Any], ranks: int, nodes: int) -> None:
     assert counted["`merge_call` that does nothing"] == {**header, "MPI_Ibcast": 1}
 
 
+@slow
 def test_the_user_chooses_what_reduces(libraries):
     large = "`all_reduce` of 16 MiB"
     counted = counts(libraries, 2, 2, MPIDIST_ALLREDUCE="iallgather:2")

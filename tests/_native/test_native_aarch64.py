@@ -35,6 +35,7 @@ COUNT = 4099  # more than a block of any dtype, and a rest
 LONG = ("f16", "c32")  # long double is another format there
 
 pytestmark = [
+    slow,
     pytest.mark.timeout(700),
     pytest.mark.skipif(
         not (shutil.which(COMPILER) and shutil.which(EMULATOR)),
@@ -43,7 +44,6 @@ pytestmark = [
 ]
 
 
-@slow
 def test_the_stress_test() -> None:
     ran = run(*CROSS.prefix, build(CROSS), "1", str(STRESS_SECONDS), seconds=300)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr

@@ -182,11 +182,16 @@ import sys
 import numpy as np
 import mpidist
 
-def check(where):
-    loaded = [m for m in ("mpi4py", "mpi4py.MPI", "cupy") if m in sys.modules]
+def check(where, *more):
+    names = ["mpi4py", "mpi4py.MPI", "cupy", *more]
+    loaded = [m for m in names if m in sys.modules]
     assert not loaded, f"{where} imported {loaded}"
 
-check("import mpidist")
+# Public modules that are imported at their first use.
+later = ("data", "elastic", "losses", "metrics", "optimizers", "summary", "testing")
+check("import mpidist", *(f"mpidist.{name}" for name in later))
+assert {*later, *mpidist.__all__} <= {*dir(mpidist)}
+assert mpidist.InputOptions is mpidist.data.InputOptions
 strategy = mpidist.get_strategy()
 assert not mpidist.has_strategy()
 context = mpidist.get_replica_context()

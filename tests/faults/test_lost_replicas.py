@@ -15,6 +15,7 @@ import time
 
 import pytest
 from launching import ULFM, outlives_ranks, run_ranks
+from replicas import rarely
 
 import mpidist
 from mpidist._agreement import lives
@@ -203,9 +204,9 @@ def run_job(n, *program, **env):
     [
         ("construct:1 header:2 merge_fn:0 reading:1", {}),
         ("payload:0 save:3 update:1 end_of_run:0", {}),
-        ("header:0 payload:3 restore:1", {"MPIDIST_IMPLEMENTATION": "direct"}),
+        rarely("header:0 payload:3 restore:1", {"MPIDIST_IMPLEMENTATION": "direct"}),
         ("payload:1 merge_fn:0 save:0", {"MPIDIST_SIMULATED_NODES": "2"}),
-        ("header:0 payload:3 merge_fn:0", {"MPIDIST_SIMULATED_NODES": "5"}),
+        rarely("header:0 payload:3 merge_fn:0", {"MPIDIST_SIMULATED_NODES": "5"}),
     ],
 )
 def test_survivors_of_a_killed_rank_go_on(phases, env, tmp_path):

@@ -6,14 +6,15 @@ from collections import Counter
 
 import pytest
 from faults.soak import run_job
+from replicas import slow
 
-# By SIGKILL, by an exception, by sys.exit; by two routes. Not the two minutes that once
-# were planned: `launch/test` as a whole is to end within some ten, and seeds that have
-# passed once do not find much again.
+# By SIGKILL, by an exception, by sys.exit; by two routes. Seeds that have passed
+# once do not find much again.
 SEEDS = (4, 5, 9)
 ROUNDS = 20
 
 
+@slow
 @pytest.mark.core
 @pytest.mark.timeout(300)
 def test_jobs_of_random_calls_and_faults(tmp_path):

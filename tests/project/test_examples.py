@@ -5,7 +5,7 @@ import re
 
 import pytest
 from launching import ROOT, ULFM, outlives_ranks, run_in_turn, run_ranks
-from replicas import rarely, slow
+from replicas import slow
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2
@@ -186,9 +186,10 @@ def test_examples(tmp_path, ranks, job, libraries):
         check(result, tmp_path)
 
 
+@slow  # tests/elastic has all that `elastic.run` promises
 @pytest.mark.parametrize(
     ("name", "steps", "best"),
-    [("train_elastic.py", 46, 85), rarely("train_torch_elastic.py", 58, 90)],
+    [("train_elastic.py", 46, 85), ("train_torch_elastic.py", 58, 90)],
 )
 def test_train_elastic(tmp_path, name, steps, best):
     pytest.importorskip("sklearn")

@@ -186,7 +186,9 @@ CALLABLES = OBJECTS | {k: v for k, v in MEMBERS.items() if inspect.isfunction(v)
 def test_type_checkers_find_the_public_names(module):
     """They take an imported name for public if it is written `name as name`."""
     found = set()
-    for node in ast.parse(inspect.getsource(module)).body:
+    body = ast.parse(inspect.getsource(module)).body
+    for_types = [x for node in body if isinstance(node, ast.If) for x in node.body]
+    for node in [*body, *for_types]:
         if isinstance(node, ast.ImportFrom):
             found |= {one.asname for one in node.names}
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):

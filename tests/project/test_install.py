@@ -140,6 +140,7 @@ def test_with_a_compiler_the_core_is_there(tmp_path: pathlib.Path) -> None:
     assert "native core  present" in info.stdout, info
 
 
+@slow
 def test_without_a_compiler_all_goes_by_mpi(tmp_path: pathlib.Path) -> None:
     environment = Environment(tmp_path)
     environment.install(*OFFLINE, str(environment.source), CC="/bin/false")
@@ -291,6 +292,7 @@ def test_where_one_rank_lacks_it_all_go_by_mpi(
 # --- wheels and the source distribution -----------------------------------------------
 
 
+@slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 def test_a_wheel_has_the_core_and_the_data(tmp_path: pathlib.Path) -> None:
     copy = copy_of_the_checkout(tmp_path)
@@ -340,6 +342,7 @@ FOLDERS = (".ci", "docs", "examples", "launch", "mpidist", "pytest_mpidist", "te
 SETTINGS = (".ruff.toml", ".shellcheckrc", ".pre-commit-config.yaml", "CITATION.cff")
 
 
+@slow
 def test_a_source_distribution_has_all_files(tmp_path: pathlib.Path) -> None:
     copy = copy_of_the_checkout(tmp_path)
     for name in FOLDERS:

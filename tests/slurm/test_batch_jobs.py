@@ -16,7 +16,7 @@ from pathlib import Path
 import hosts
 import pytest
 import slurm_cluster
-from replicas import rarely
+from replicas import rarely, with_slow
 
 from mpidist._cli import sbatch_command
 
@@ -130,6 +130,8 @@ def starts_ranks(test):
 @pytest.fixture(scope="module")
 def cluster():
     """Return a cluster with the programs in its folder."""
+    if not with_slow:
+        pytest.skip("slow: MPIDIST_TEST_SLOW=1, as in CI")
     reason = slurm_cluster.why_not()
     if reason:
         assert not os.environ.get("MPIDIST_TEST_SLURM"), reason
