@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.types import Array, DType, HostArray, Shape
-
-Scatter = Literal["add", "sub", "mul", "div", "min", "max", "update"]
 
 Listed: TypeAlias = list[Any] | tuple[Any, ...]  # numbers, or lists of them
 _UFUNCS: Final[dict[str, np.ufunc]] = {
@@ -87,7 +85,7 @@ class IndexedSlices:
         return backend.as_array(self.values, "IndexedSlices")[0].dtype
 
 
-def scatter(array: Array, how: Scatter, indices: Array, values: Array) -> None:
+def scatter(array: Array, how: str, indices: Array, values: Array) -> None:
     """Combine rows into ``array``, in place, in their order.
 
     Indices must be in range. Rows of a GPU array are combined on the host: on a GPU the
@@ -107,9 +105,7 @@ def scatter(array: Array, how: Scatter, indices: Array, values: Array) -> None:
     array[backend.like(array, rows)] = backend.like(array, touched)
 
 
-def _combine(
-    array: HostArray, how: Scatter, indices: HostArray, values: HostArray
-) -> None:
+def _combine(array: HostArray, how: str, indices: HostArray, values: HostArray) -> None:
     if how == "update":
         array[indices] = values  # the last of equal indices counts
     elif how == "div" and array.dtype.kind in "iu":

@@ -126,8 +126,8 @@ def convert(
 
 def convert_slices(
     call: str, own: Array, device: gpus.Device, value: Nest
-) -> tuple[Array, Array]:
-    """Return the indices and rows of an `IndexedSlices`, converted for the array.
+) -> IndexedSlices:
+    """Return an `IndexedSlices` with its indices and rows converted for the array.
 
     Arguments as for `convert`.
 
@@ -163,7 +163,7 @@ def convert_slices(
             f"{call}: expected indices from 0 to {shape[0] - 1}, got "
             f"{backend.to_host(indices[bad])[:5].tolist()}"
         )
-    return indices.astype(np.int64, copy=False), rows
+    return IndexedSlices(rows, indices.astype(np.int64, copy=False))
 
 
 def _refuse_per_replica(call: str, value: Nest) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, checksums, nest
-from mpidist._base.indexed_slices import Scatter
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
@@ -21,7 +21,6 @@ from mpidist._values.distributed import (
     PerReplica,
     own_component,
 )
-from mpidist._values.storage import Assignment
 from mpidist._values.variable import Variable, set_up, storage_of
 
 
@@ -126,7 +125,7 @@ def _read_variable(group: ReplicaGroup, variable: Variable) -> Array:
 
 @dispatch.operation("assign_variable")
 def _assign_variable(
-    group: ReplicaGroup, variable: Variable, how: Assignment, value: Nest
+    group: ReplicaGroup, variable: Variable, how: str, value: Nest
 ) -> None:
     """Assign a value that is the same on all ranks, and check that it is."""
     collectives, storage = group.collectives, storage_of(variable)
@@ -135,24 +134,11 @@ def _assign_variable(
         prepared = storage.prepare(how, value)
     except Exception as error:
         collectives.invalid(call, error)
-    text = f"{call} {backend.describe(prepared)}"
+    parts = [prepared]
+    if isinstance(prepared, IndexedSlices):
+        parts = [prepared.values, prepared.indices]
+    text = f"{call} {backend.describe(parts[0])}"
     if collectives.guard.checks and not is_same(group, value):
-        text += f" = {checksums.summarize(prepared)}"
+        text += f" = {' at '.join([checksums.summarize(x) for x in parts])}"
     collectives.guard.agree(Call(text))
     storage.store(how, prepared)
-
-
-@dispatch.operation("scatter_variable")
-def _scatter_variable(
-    group: ReplicaGroup, variable: Variable, how: Scatter, value: Nest
-) -> None:
-    """Change rows with values that are the same on all ranks; check that they are."""
-    collectives, storage = group.collectives, storage_of(variable)
-    call = storage.describe_call(f"scatter_{how}")
-    with collectives.guard.checking(call):
-        indices, rows = storage.prepare_slices(how, value)
-    text = f"{call} {backend.describe(rows)}"
-    if collectives.guard.checks and not is_same(group, value):
-        text += f" = {checksums.summarize(rows)} at {checksums.summarize(indices)}"
-    collectives.guard.agree(Call(text))
-    storage.apply_slices(how, indices, rows)

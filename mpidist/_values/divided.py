@@ -11,7 +11,7 @@ from mpidist._base.types import Array, Nest, Shape
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import Attributes, convert
 from mpidist._values.distributed import PerReplica
-from mpidist._values.storage import Assignment, OnReadStorage
+from mpidist._values.storage import OnReadStorage
 
 
 class Part(NamedTuple):
@@ -76,17 +76,17 @@ class DividedStorage(OnReadStorage):
             "cross-replica context, and this rank's part in a replica function"
         )
 
-    def apply(self, how: Assignment, value: Array) -> None:
+    def apply(self, how: str, value: Array) -> None:
         """Change the array, given the whole or this rank's part."""
         # A part of the same shape as the whole is the whole.
         whole = tuple(value.shape) == self.shape
         super().apply(how, self.own_part(value) if whole else value)
 
-    def write(self, how: Assignment, value: Nest) -> None:
+    def write(self, how: str, value: Nest) -> None:
         """Write the own part in a replica context, without communication."""
         self.apply(how, self.prepare(how, value))
 
-    def store(self, how: Assignment, value: Array) -> None:
+    def store(self, how: str, value: Array) -> None:
         """Write a value that all ranks have."""
         self.apply(how, value)
 

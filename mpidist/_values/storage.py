@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from mpidist._base import backend, checksums, indexed_slices
 from mpidist._base.errors import level_of_caller
 from mpidist._base.gpus import Device
-from mpidist._base.indexed_slices import IndexedSlices, Scatter
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.threads import ReplicaLocal
 from mpidist._base.types import Array, Nest, Shape
@@ -26,8 +26,8 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import Attributes, convert, convert_slices
 from mpidist._values.distributed import own_component
 
-Assignment = Literal["assign", "assign_add", "assign_sub"]
-
+_OF_ALL: Final = ("assign", "assign_add", "assign_sub")
+_NOT_COMBINED: Final = ("scatter_min", "scatter_max", "scatter_update")
 _NO_KEY: Final = (0, 0)
 _OPERATION: Final = {
     VariableAggregation.SUM: ReduceOp.SUM,
@@ -109,15 +109,18 @@ class VariableStorage:
         # With the key: names need not be unique.
         return f"Variable {self.attributes.name!r}.{how} [#{self.key[0]}]"
 
-    def prepare(self, how: str, value: Nest) -> Array:
-        """Return ``value`` as an array of this variable's dtype, shape and device.
+    def prepare(self, how: str, value: Nest) -> Any:
+        """Return what `apply` takes: an array of this variable's dtype and device.
+
+        Of the variable's shape; for the methods that change rows an `IndexedSlices`.
 
         Args:
-            how: the name of the method of `Variable`, for messages.
+            how: the name of the method of `Variable`.
             value: an array, a number, a list, a variable or a Mirrored.
 
         Raises:
-            TypeError, ValueError: if the value does not fit, see `Variable.assign`.
+            TypeError, ValueError: if the value does not fit, see `Variable.assign` and
+                `Variable.scatter_add`.
         """
         own = self.array
         if (
@@ -126,18 +129,11 @@ class VariableStorage:
             and value.dtype is own.dtype
             and value.shape == own.shape
             and own.dtype.kind != "b"
+            and how in _OF_ALL
         ):
             return value
-        return convert(*self._target(how), value)
-
-    def prepare_slices(self, how: Scatter, value: Nest) -> tuple[Array, Array]:
-        """Return the indices and rows of an `IndexedSlices`, converted for the array.
-
-        Raises:
-            TypeError, ValueError: if the array has no such rows, see
-                `Variable.scatter_add`.
-        """
-        return convert_slices(*self._target(f"scatter_{how}"), value)
+        fit = convert if how in _OF_ALL else convert_slices
+        return fit(*self._target(how), value)
 
     def _target(self, how: str) -> tuple[str, Array, Device]:
         return f"Variable {self.name!r}.{how}", self.array, self.group.device
@@ -146,19 +142,18 @@ class VariableStorage:
         """Return this rank's copy, to be combined with the others."""
         return self.view
 
-    def apply(self, how: Assignment, value: Any) -> None:
-        """Change the array; ``value`` is the array that `prepare` has returned."""
+    def apply(self, how: str, value: Any) -> None:
+        """Change the array; ``value`` is what `prepare` has returned."""
         own: Any = self.array  # NumPy's types of functions know no CuPy arrays
         if how == "assign":
             own[...] = value
         elif how == "assign_add":
             np.add(own, value, out=own)
-        else:
+        elif how == "assign_sub":
             np.subtract(own, value, out=own)
-
-    def apply_slices(self, how: Scatter, indices: Array, rows: Array) -> None:
-        """Change rows of the array; the rest is what `prepare_slices` has returned."""
-        indexed_slices.scatter(self.array, how, indices, rows)
+        else:
+            rows = value.indices, value.values
+            indexed_slices.scatter(own, how.removeprefix("scatter_"), *rows)
 
     # --- on all ranks -----------------------------------------------------------------
 
@@ -166,12 +161,12 @@ class VariableStorage:
         """Return the value of the variable."""
         return self.view
 
-    def check_replica_write(self, how: Assignment) -> None:
+    def check_replica_write(self, how: str) -> None:
         """Raise if `write` would, for want of an aggregation."""
         if not self.on_read:
             _require_aggregation(self, how)
 
-    def write(self, how: Assignment, value: Nest) -> None:
+    def write(self, how: str, value: Nest) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
         _require_aggregation(self, how)
         call = self.describe_call(how)
@@ -180,31 +175,17 @@ class VariableStorage:
         with collectives.guard.checking(call):
             # Treat a PerReplica that the function closes over as an argument.
             prepared = self.prepare(how, own_component(value))
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        if aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            operation = _OPERATION[aggregation]
+            combined = self.group.all_reduce(operation, prepared, call=call)
+        elif how in _OF_ALL:
             combined = collectives.broadcast(prepared, call=call)
-        else:
-            combined = self.group.all_reduce(
-                _OPERATION[aggregation], prepared, call=call
-            )
+        else:  # of which the ranks may have other numbers
+            rows = [prepared.values, prepared.indices]
+            combined = IndexedSlices(*collectives.share(lambda: rows, call))
         self.apply(how, combined)
 
-    def scatter(self, how: Scatter, value: Nest) -> None:
-        """Write rows in a replica context, as `write` does. Collective."""
-        call = self.describe_call(f"scatter_{how}")
-        _require_aggregation(self, f"scatter_{how}")
-        collectives = self.group.collectives
-        aggregation = self.attributes.aggregation
-        with collectives.guard.checking(call):
-            indices, rows = self.prepare_slices(how, value)
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            indices, rows = collectives.share(lambda: [indices, rows], call)
-        else:
-            own = IndexedSlices(rows, indices)
-            both = self.group.all_reduce(_OPERATION[aggregation], own, call=call)
-            indices, rows = both.indices, both.values
-        self.apply_slices(how, indices, rows)
-
-    def store(self, how: Assignment, value: Array) -> None:
+    def store(self, how: str, value: Array) -> None:
         """Write a value that all ranks have, in cross-replica context."""
         self.apply(how, value)
 
@@ -235,19 +216,11 @@ class OnReadStorage(VariableStorage):
             result.flags.writeable = False  # as for other variables; no copy changes
         return result
 
-    def write(self, how: Assignment, value: Nest) -> None:
+    def write(self, how: str, value: Nest) -> None:
         """Write the own copy in a replica context, without communication."""
         self.apply(how, self.prepare(how, own_component(value)))
 
-    def scatter(self, how: Scatter, value: Nest) -> NoReturn:
-        """Raise: not supported, as in TensorFlow."""
-        raise NotImplementedError(
-            f"Variable {self.name!r}.scatter_{how}: ON_READ variables have no "
-            "scatter operations; write `variable.assign(new)`, where `new` is a copy "
-            "of `variable.read_value()` that has been changed"
-        )
-
-    def store(self, how: Assignment, value: Array) -> None:
+    def store(self, how: str, value: Array) -> None:
         """Write in cross-replica context, so that reading returns the written value."""
         if self.attributes.aggregation is not VariableAggregation.SUM:
             self.apply(how, value)
@@ -286,6 +259,24 @@ def _require_aggregation(storage: VariableStorage, how: str) -> None:
             "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
             "or assign in cross-replica context: after `strategy.run`, or in a "
             "`merge_call`"
+        )
+
+
+def check_scatter(storage: VariableStorage, how: str) -> None:
+    """Raise a NotImplementedError if a variable's rows cannot be changed, or not so."""
+    call = f"Variable {storage.name!r}.{how}"
+    aggregation = storage.attributes.aggregation
+    if storage.on_read:
+        raise NotImplementedError(
+            f"{call}: ON_READ variables have no scatter operations; write "
+            "`variable.assign(new)`, where `new` is a copy of `variable.read_value()` "
+            "that has been changed"
+        )
+    if how in _NOT_COMBINED and aggregation in _OPERATION:
+        raise NotImplementedError(
+            f"{call}: not for aggregation={aggregation.name}; make the variable with "
+            "aggregation=NONE (and write in cross-replica context) or "
+            "ONLY_FIRST_REPLICA"
         )
 
 

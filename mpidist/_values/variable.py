@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend
-from mpidist._base.indexed_slices import Scatter
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
@@ -23,10 +22,10 @@ from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import by_creators
 from mpidist._values.divided import DividedStorage, Part
 from mpidist._values.storage import (
-    Assignment,
     OnReadStorage,
     VariableStorage,
     check_plain_write,
+    check_scatter,
     require_readable,
 )
 
@@ -384,19 +383,19 @@ class Variable(ArrayLike, Registered):
             CollectiveMismatchError: in cross-replica context, if the rows are not the
                 same on all ranks.
         """
-        return self._scatter("add", sparse_delta)
+        return self._write("scatter_add", sparse_delta)
 
     def scatter_sub(
         self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Subtract from rows. Collective; arguments and errors as for `scatter_add`."""
-        return self._scatter("sub", sparse_delta)
+        return self._write("scatter_sub", sparse_delta)
 
     def scatter_mul(
         self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Multiply rows. Collective; arguments and errors as for `scatter_add`."""
-        return self._scatter("mul", sparse_delta)
+        return self._write("scatter_mul", sparse_delta)
 
     def scatter_div(
         self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
@@ -405,7 +404,7 @@ class Variable(ArrayLike, Registered):
 
         Quotients of integers are rounded towards 0; 0 as a divisor is a ValueError.
         """
-        return self._scatter("div", sparse_delta)
+        return self._write("scatter_div", sparse_delta)
 
     def scatter_min(
         self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
@@ -416,13 +415,13 @@ class Variable(ArrayLike, Registered):
         NotImplementedError, as in TensorFlow: a sum or mean of the replicas' bounds is
         not a bound.
         """
-        return self._scatter("min", sparse_delta)
+        return self._write("scatter_min", sparse_delta)
 
     def scatter_max(
         self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
     ) -> Variable:
         """Set rows to the elementwise maximum. Collective, like `scatter_min`."""
-        return self._scatter("max", sparse_delta)
+        return self._write("scatter_max", sparse_delta)
 
     def scatter_update(
         self, sparse_delta: Nest, use_locking: bool = False, name: str | None = None
@@ -431,7 +430,7 @@ class Variable(ArrayLike, Registered):
 
         If a row occurs several times, the last value is used.
         """
-        return self._scatter("update", sparse_delta)
+        return self._write("scatter_update", sparse_delta)
 
     def _is_local(self, how: str, frame: context.Frame) -> bool:
         """Return whether a call concerns only this copy; raise if it is not legal."""
@@ -449,47 +448,24 @@ class Variable(ArrayLike, Registered):
             )
         return frame.level is context.Level.UPDATE
 
-    def _write(self, how: Assignment, value: Nest, read_value: bool) -> Variable | None:
+    def _write(self, how: str, value: Nest, read_value: bool = True) -> Variable | Any:
         try:
-            frame = context.current()
-            if self._is_local(how, frame):
-                storage = self._storage
+            frame, storage = context.current(), self._storage
+            is_local = self._is_local(how, frame)
+            if how.startswith("scatter"):
+                check_scatter(storage, how)
+            if is_local:
                 prepared = storage.prepare(how, value)
                 self._record(frame)
                 storage.apply(how, prepared)
             elif frame.level is context.Level.REPLICA and context.has_strategy():
-                self._storage.write(how, value)
+                storage.write(how, value)
             else:
-                group = self._storage.group
-                dispatch.perform(group, "assign_variable", self, how, value)
+                dispatch.perform(storage.group, "assign_variable", self, how, value)
         except BaseException as error:
             interruptions.left(self._storage.group, f"Variable.{how}", error)
             raise
         return self if read_value else None
-
-    @interruptions.tells("Variable.scatter", operator.attrgetter("_storage.group"))
-    def _scatter(self, how: Scatter, value: Nest) -> Variable:
-        call = f"scatter_{how}"
-        frame, storage = context.current(), self._storage
-        is_local = self._is_local(call, frame)
-        if storage.on_read:
-            storage.scatter(how, value)
-        combining = (VariableAggregation.SUM, VariableAggregation.MEAN)
-        if how in ("min", "max", "update") and self.aggregation in combining:
-            raise NotImplementedError(
-                f"Variable {self.name!r}.{call}: not for aggregation="
-                f"{self.aggregation.name}; make the variable with aggregation=NONE "
-                "(and write in cross-replica context) or ONLY_FIRST_REPLICA"
-            )
-        if is_local:
-            indices, rows = storage.prepare_slices(how, value)
-            self._record(frame)
-            storage.apply_slices(how, indices, rows)
-        elif frame.level is context.Level.REPLICA and context.has_strategy():
-            storage.scatter(how, value)
-        else:
-            dispatch.perform(storage.group, "scatter_variable", self, how, value)
-        return self
 
     def _record(self, frame: context.Frame) -> None:
         """Tell the running update, if any, that this copy is written."""
