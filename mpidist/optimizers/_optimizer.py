@@ -40,6 +40,7 @@ from mpidist._values.variable import Variable, array_of, storage_of
 from mpidist.optimizers._arguments import (
     APPLY,
     Gradient,
+    collect,
     group_among,
     group_for,
     listed,
@@ -47,9 +48,15 @@ from mpidist.optimizers._arguments import (
     split_pairs,
 )
 from mpidist.optimizers._clipping import check_limits
-from mpidist.optimizers._gradients import collect, find_plan, sum_gradients
 from mpidist.optimizers._schedules import AssignableRate, LearningRate, Rate, of_step
-from mpidist.optimizers._state import Block, Numbers, State, counter
+from mpidist.optimizers._state import (
+    Block,
+    Numbers,
+    State,
+    counter,
+    find_plan,
+    sum_gradients,
+)
 
 _BUILD: Final = "Optimizer.build"
 _READ_ALONE: Final = (

@@ -1,4 +1,4 @@
-"""The state of an optimizer, and how a step changes the variables in place.
+"""The state of an optimizer, and how a step sums gradients and changes the variables.
 
 Variables are changed block by block. A block fits into a core's cache, so that the many
 operations of a step read and write memory once. All blocks share their scratch memory.
@@ -9,26 +9,32 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import backend, partition
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, checksums, partition
 from mpidist._base.errors import CheckpointError
+from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray, Nest
+from mpidist._collectives.plan import Plan
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import check_attributes
+from mpidist._values.distributed import PerReplica
 from mpidist._values.divided import Part
 from mpidist._values.variable import Variable, array_of, set_up, storage_of
 from mpidist.optimizers._arguments import (
+    APPLY,
+    GivenGradients,
     array_functions,
+    as_gradient,
     compute_dtype,
     listed,
     unique,
 )
 from mpidist.optimizers._clipping import blocks, norm_scratch, scales_for
-from mpidist.optimizers._gradients import GivenGradients
 
 Numbers = tuple[float, ...]
 
@@ -312,3 +318,64 @@ class State:
                 raise self.group.guard.abandon(None, error) from None
             for x, whole in zip(arrays, gathered, strict=True):
                 x[...] = whole
+
+
+# --- sums of gradients --------------------------------------------------------------
+
+
+def find_plan(group: ReplicaGroup, given: GivenGradients) -> Plan | None:
+    """Return how gradients are summed; None if there is nothing to sum."""
+    collectives = group.collectives
+    if collectives.comm.size == 1 or not given.summed:
+        return None
+    arrays = [given.arrays[i] for i in given.summed]
+    return collectives.plans.find(ReduceOp.SUM, arrays, APPLY)
+
+
+def sum_gradients(
+    group: ReplicaGroup, plan: Plan | None, call: Call, given: GivenGradients
+) -> None:
+    """Put the sums over the replicas in the gradients' places. Collective.
+
+    Nothing changes before all ranks have agreed.
+
+    Args:
+        group: the ranks.
+        plan: from `find_plan`.
+        call: the contents of the header.
+        given: the gradients of this replica.
+    """
+    ops = group.custom_ops
+    arrays = [given.arrays[i] for i in given.summed]
+    if plan is not None and ops is None:
+        arrays = plan(arrays, call)
+    else:
+        group.guard.agree(call)
+        if ops is not None and arrays:
+            variables = [given.variables[i] for i in given.summed]
+            arrays = _sums_by(ops, group, arrays, variables)
+    for place, x in zip(given.summed, arrays, strict=True):
+        given.arrays[place] = x
+
+
+def _sums_by(
+    ops: Any, group: ReplicaGroup, arrays: list[Array], variables: list[Variable]
+) -> list[Array]:
+    """Return the sums by the user's `CrossDeviceOps`, if all ranks have the same."""
+    number = group.registry.next_key()
+    pairs = [
+        (group.registry.wrap(PerReplica, x, (number, i)), variable)
+        for i, (x, variable) in enumerate(zip(arrays, variables, strict=True))
+    ]
+    with context.entered(group.cross_frame):  # an exception is raised on all ranks
+        sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
+    with group.guard.checking(APPLY):
+        results = [
+            as_gradient(group, x, variable, False, True)
+            for x, variable in zip(sums, variables, strict=True)
+        ]
+        text = f"{APPLY} with gradients that `cross_device_ops` has reduced to "
+        if group.guard.checks:
+            text += ", ".join(checksums.summarize(x) for x in results)
+    group.guard.agree(Call(text))
+    return results
