@@ -30,9 +30,9 @@ from mpidist._strategy.reductions import (
     reduce_pairs,
     root_of,
 )
-from mpidist._values.components import component_of, differs, is_same
+from mpidist._values.components import component_of, differs
 from mpidist._values.distributed import Mirrored, own_component
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, is_same
 
 _Result: TypeAlias = tuple[Nest, bool]
 """A result, and whether it is for all ranks."""

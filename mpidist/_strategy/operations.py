@@ -28,21 +28,20 @@ from mpidist._strategy.folds import reduce_with
 from mpidist._strategy.reductions import (
     Destination,
     Pair,
-    all_reduce,
     broadcast_value,
     check_destinations,
     reduce_pairs,
     root_of,
 )
 from mpidist._values.array_like import to_plain
-from mpidist._values.components import component_of, differs, is_same
+from mpidist._values.components import component_of, differs
 from mpidist._values.distributed import (
     Mirrored,
     PerReplica,
     own_component,
     select_replica,
 )
-from mpidist._values.variable import Variable, storage_of
+from mpidist._values.variable import Variable, is_same, storage_of
 
 
 @dispatch.operation("call_for_each_replica")
@@ -98,7 +97,7 @@ def _reduce(
         with collectives.guard.checking(call):
             op = as_reduce_op(reduce_op, call)
             group.registry.check(call, value)
-        return all_reduce(group, op, component(value), call=call)
+        return group.all_reduce(op, component(value), call=call)
     with collectives.guard.checking(call):
         op = as_reduce_op(reduce_op, call)
         axes = axis_reduction.as_axes(axis)
@@ -110,7 +109,7 @@ def _reduce(
     if plain:
         collectives.check_plain(call, plain)
     if axes is None:
-        reduced = all_reduce(group, op, local, call=call)
+        reduced = group.all_reduce(op, local, call=call)
     else:
         reduced = axis_reduction.combine(collectives, op, parts)
     for i, x in zip(moving, reduced, strict=True):

@@ -42,28 +42,24 @@ _DEVICE: Final = re.compile(
 )
 
 
-def all_reduce(
+def reduce_by_ops(
     group: ReplicaGroup,
     op: ReduceOp,
     tree: Nest,
     options: CommunicationOptions | None = None,
-    call: str = "all_reduce",
+    call: str = "",
 ) -> Nest:
-    """All-reduce a nest of this rank's components. Collective.
+    """All-reduce a nest of this rank's components by the user's `CrossDeviceOps`.
 
-    If the user has passed a `CrossDeviceOps`, it does the reduction.
+    Collective: it is `ReplicaGroup.all_reduce` if there is one.
     """
-    ops = group.custom_ops
-    if ops is None:
-        return group.collectives.all_reduce(op, tree, options, call)
     leaves, structure = nest.flatten(tree)
     number = group.registry.next_key()
     wrapped = [
         group.registry.wrap(PerReplica, own_component(x), (number, i))
         for i, x in enumerate(leaves)
     ]
-    pairs = [(x, x) for x in wrapped]
-    results = ops.batch_reduce(op, pairs, options)
+    results = group.custom_ops.batch_reduce(op, [(x, x) for x in wrapped], options)
     return structure.unflatten([own_component(x) for x in results])
 
 

@@ -16,7 +16,6 @@ from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest
 from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
-from mpidist._runtime.interruptions import tells
 from mpidist._strategy.contexts import checker, require_current
 from mpidist._strategy.folds import fold
 from mpidist._strategy.scope import checked, require_scope, warn_of_own_value
@@ -283,12 +282,8 @@ class ReplicaContext:
             update(total.result())
         """
         at_once = type(reduce_op) is not ReduceOp and callable(reduce_op)
-        return self._begin(
-            "all_reduce_async",
-            value,
-            lambda: self._reduce_now(reduce_op, value, options),
-            at_once,
-        )
+        make = functools.partial(self._reduce_now, reduce_op, value, options)
+        return self._begin("all_reduce_async", value, make, at_once)
 
     def all_gather_async(
         self, value: Given, axis: int, options: CommunicationOptions | None = None
@@ -308,9 +303,8 @@ class ReplicaContext:
         Raises:
             RuntimeError: if called outside this replica context.
         """
-        return self._begin(
-            "all_gather_async", value, lambda: self._all_gather(value, axis, options)
-        )
+        make = functools.partial(self._all_gather, value, axis, options)
+        return self._begin("all_gather_async", value, make)
 
     def _begin(
         self, name: str, value: Nest, make: Callable[[], Nest], at_once: bool = False
@@ -339,7 +333,6 @@ class ReplicaContext:
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest: ...
 
-    @tells("merge_call")
     def merge_call(
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest:
@@ -372,19 +365,23 @@ class ReplicaContext:
             CollectiveMismatchError: if the replicas' calls differ.
         """
         group = self._group
-        if context.current().replica_context is not self:
-            require_current(self, "merge_call")
-        kwargs = {} if kwargs is None else kwargs
-        if group.is_mpi:
+        try:
+            if context.current().replica_context is not self:
+                require_current(self, "merge_call")
+            kwargs = {} if kwargs is None else kwargs
+            if not group.is_mpi:
+                check_arguments("merge_call", args, kwargs)
+                require_scope("merge_call")
+                with context.entered(group.cross_frame):
+                    return merge_fn(self.strategy, *args, **kwargs)
             calls = group.guard.calls
             if calls is None:
                 return merge_call(group, merge_fn, args, kwargs)
             with calls.whole("merge_call", merge_fn, group.guard):
                 return merge_call(group, merge_fn, args, kwargs)
-        check_arguments("merge_call", args, kwargs)
-        require_scope("merge_call")
-        with context.entered(group.cross_frame):
-            return merge_fn(self.strategy, *args, **kwargs)
+        except BaseException as error:
+            interruptions.left(group, "merge_call", error)
+            raise
 
     def _reduce_now(
         self,

@@ -36,7 +36,7 @@ from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy import scope
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
-from mpidist._strategy.reductions import all_reduce
+from mpidist._strategy.reductions import reduce_by_ops
 from mpidist._strategy.replica_context import ReplicaContext
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.distributed import RegistryOfOne
@@ -164,7 +164,7 @@ def complete(
     group.all_gather = collectives.all_gather
     if ops is not None:
         group.custom_ops = ops
-        group.all_reduce = functools.partial(all_reduce, group)
+        group.all_reduce = functools.partial(reduce_by_ops, group)
     Strategy.__init__(strategy, group)
     replica_context = ReplicaContext(strategy, None)
     group.public_objects = (strategy, strategy.extended, replica_context, group)

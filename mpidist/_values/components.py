@@ -1,37 +1,16 @@
-"""The components of values and copies of variables, and what creates and changes them.
+"""The components of values and copies of variables.
 
-Which are equal on all ranks, which are this rank's, and which this code can see; and
-the operations that create, copy, read and change a variable on all ranks.
+Which differ by replica, which are this rank's, and which this code can see.
 """
 
 from __future__ import annotations
 
-from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, checksums, nest
-from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.types import Array, Nest
-from mpidist._runtime import context, dispatch
-from mpidist._runtime.dispatch import OnRank0
+from mpidist._base import nest
+from mpidist._base.types import Nest
+from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import home_of, key_of
-from mpidist._values.arguments import Attributes
-from mpidist._values.distributed import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    own_component,
-)
-from mpidist._values.variable import Variable, set_up, storage_of
-
-
-def is_same(group: ReplicaGroup, value: Nest) -> bool:
-    """Return whether a value is known to be the same on all ranks of a group."""
-    if isinstance(value, Mirrored):
-        return key_of(value) is not None and home_of(value) is group.registry
-    if not isinstance(value, Variable):
-        return False
-    storage = storage_of(value)
-    return storage.group is group and group.is_mpi and not storage.on_read
+from mpidist._values.distributed import DistributedValues, PerReplica, own_component
+from mpidist._values.variable import Variable, storage_of
 
 
 def differs(value: Nest) -> bool:
@@ -89,56 +68,3 @@ def results_of_leaf(leaf: Nest) -> tuple[Nest, ...]:
     if isinstance(leaf, (DistributedValues, Variable)):
         return tuple(leaf.values)
     return (leaf,)
-
-
-# --- operations -----------------------------------------------------------------------
-
-
-@dispatch.operation("create_variable")
-def _create_variable(
-    group: ReplicaGroup, value: Array, attributes: Attributes, marked: OnRank0
-) -> Variable:
-    """Create the variable that merge_fn creates.
-
-    Args:
-        group: the group that it belongs to.
-        value: the initial array.
-        attributes: its attributes.
-        marked: on rank 0 the variable whose constructor runs; unused on the others.
-    """
-    return set_up(marked.value, group, value, attributes)
-
-
-@dispatch.operation("copy_variable")
-def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
-    group.guard.agree(Call(text))
-    storage = storage_of(variable)
-    part = getattr(storage, "part", None)  # of a divided one
-    return set_up(None, group, storage.array, storage.attributes, part)
-
-
-@dispatch.operation("read_variable")
-def _read_variable(group: ReplicaGroup, variable: Variable) -> Array:
-    """Return the combined copies of an ON_READ variable. Collective."""
-    return storage_of(variable).read()
-
-
-@dispatch.operation("assign_variable")
-def _assign_variable(
-    group: ReplicaGroup, variable: Variable, how: str, value: Nest
-) -> None:
-    """Assign a value that is the same on all ranks, and check that it is."""
-    collectives, storage = group.collectives, storage_of(variable)
-    call = storage.describe_call(how)
-    try:  # not `checking`, which takes four calls of Python
-        prepared = storage.prepare(how, value)
-    except Exception as error:
-        collectives.invalid(call, error)
-    parts = [prepared]
-    if isinstance(prepared, IndexedSlices):
-        parts = [prepared.values, prepared.indices]
-    text = f"{call} {backend.describe(parts[0])}"
-    if collectives.guard.checks and not is_same(group, value):
-        text += f" = {' at '.join([checksums.summarize(x) for x in parts])}"
-    collectives.guard.agree(Call(text))
-    storage.store(how, prepared)

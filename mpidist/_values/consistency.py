@@ -21,6 +21,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.components import check_owner
 from mpidist._values.variable import Variable, array_of, storage_of
 
+_CALL: Final = "check_in_sync"
 _MOST_NAMED: Final = 5  # arrays, or ranks, in a message
 _DIGEST_BYTES: Final = 16
 _K = TypeVar("_K")
@@ -49,25 +50,27 @@ def check_in_sync(variables: Nest) -> None:
         ValueError: for an ON_READ variable, whose copies may differ.
     """
     try:
-        _check_nest(variables)
-    except BaseException as error:
         leaves = nest.flatten(variables)[0]
-        interruptions.left(_group_of(leaves), "check_in_sync", error)
+        if not leaves:
+            return
+        group = _group_of(leaves)
+        with dispatch.checking(group, _CALL):
+            for leaf in leaves:
+                is_variable = isinstance(leaf, Variable)
+                expect(is_variable, _CALL, "a `mpidist.Variable`", leaf)
+                if storage_of(leaf).on_read:
+                    raise ValueError(
+                        f"{_CALL}: the copies of {leaf!r} may differ, since it is "
+                        "ON_READ"
+                    )
+                check_owner(group, _CALL, leaf)
+        if context.is_in_replica(group):
+            _check(group, leaves)
+        else:
+            dispatch.perform(group, _CALL, leaves)
+    except BaseException as error:
+        interruptions.left(_group_of(nest.flatten(variables)[0]), _CALL, error)
         raise
-
-
-def _check_nest(variables: Nest) -> None:
-    leaves = nest.flatten(variables)[0]
-    if not leaves:
-        return
-    group = _group_of(leaves)
-    frame = context.current()
-    with dispatch.checking(group, "check_in_sync"):
-        _check_variables(group, leaves)
-    if frame.level is context.Level.REPLICA and frame.group is group:
-        _check(group, leaves)
-    else:
-        dispatch.perform(group, "check_in_sync", leaves)
 
 
 def _group_of(leaves: list[Nest]) -> ReplicaGroup:
@@ -77,29 +80,16 @@ def _group_of(leaves: list[Nest]) -> ReplicaGroup:
     )
 
 
-def _check_variables(group: ReplicaGroup, leaves: list[Nest]) -> None:
-    for leaf in leaves:
-        is_variable = isinstance(leaf, Variable)
-        expect(is_variable, "check_in_sync", "a `mpidist.Variable`", leaf)
-        if storage_of(leaf).on_read:
-            raise ValueError(
-                f"check_in_sync: the copies of {leaf!r} may differ, since it is ON_READ"
-            )
-        check_owner(group, "check_in_sync", leaf)
-
-
-@dispatch.operation("check_in_sync")
+@dispatch.operation(_CALL)
 def _check(group: ReplicaGroup, variables: list[Variable]) -> None:
     text = ", ".join(f"{v.name!r} #{storage_of(v).key[0]}" for v in variables)
-    digests = {variable: digest(array_of(variable)) for variable in variables}
-    found = find_differences(group, Call(f"check_in_sync({text})"), digests)
-    messages = [_describe(group, *pair) for pair in [*found.items()][:_MOST_NAMED]]
-    head = "check_in_sync: the copies of a mirrored variable differ:"
     advice = (
         "Find what changed them. Rank 0's copy for all: `variable.assign("
         "strategy.extended.broadcast_to(variable.value(), variable))`"
     )
-    _report(group, head, messages, len(found), "variables", advice)
+    head = f"{_CALL}: the copies of a mirrored variable differ:"
+    arrays = {variable: array_of(variable) for variable in variables}
+    _compare(group, f"{_CALL}({text})", arrays, _describe, head, advice)
 
 
 def compare_arrays(
@@ -111,27 +101,41 @@ def compare_arrays(
         OutOfSyncError: on all ranks, with the names of those that differ, and advice.
     """
     with group.guard.checking(call):
-        arrays = [backend.as_array(x, call)[0] for x in named.values()]
-        if group.num_replicas == 1:
-            return
-        digests = {name: digest(x) for name, x in zip(named, arrays, strict=True)}
-    described = [
-        f"{name!r}: {backend.describe(x)}"
-        for name, x in zip(named, arrays, strict=True)
-    ]
-    text = f"{call} of {{{', '.join(described)}}}"
-    found = find_differences(group, Call(text), digests)
-    lines = [f"  {name!r} {found[name]}" for name in [*found][:_MOST_NAMED]]
+        arrays = {name: backend.as_array(x, call)[0] for name, x in named.items()}
+    if group.num_replicas == 1:
+        return
+    described = [f"{name!r}: {backend.describe(x)}" for name, x in arrays.items()]
     head = f"{call}: tensors differ between ranks:"
-    _report(group, head, lines, len(found), "tensors", advice)
+    text = f"{call} of {{{', '.join(described)}}}"
+    _compare(
+        group, text, arrays, lambda _, *one: "  {!r} {}".format(*one), head, advice
+    )
 
 
-def _report(
-    group: ReplicaGroup, head: str, lines: list[str], count: int, kind: str, advice: str
+def _compare(
+    group: ReplicaGroup,
+    text: str,
+    arrays: Mapping[_K, Array],
+    describe: Callable[[ReplicaGroup, _K, Difference], str],
+    head: str,
+    advice: str,
 ) -> None:
-    """Raise OutOfSyncError with these lines of ``count``; return if there are none."""
-    if count > len(lines):
-        lines = [*lines, f"  and {count - len(lines)} more {kind}"]
+    """Raise OutOfSyncError if arrays are not the same on all ranks. Collective.
+
+    Args:
+        group: the ranks.
+        text: of the call, which the ranks compare.
+        arrays: of the same names on all ranks.
+        describe: returns the lines for one of them. Collective.
+        head: the first line.
+        advice: the last line.
+    """
+    with group.guard.checking(text):
+        digests = {name: digest(x) for name, x in arrays.items()}
+    found = [*find_differences(group, Call(text), digests).items()]
+    lines = [describe(group, *one) for one in found[:_MOST_NAMED]]
+    if len(found) > len(lines):
+        lines.append(f"  and {len(found) - len(lines)} more")
     if lines:
         text = "\n".join([head, *lines, advice])
         raise OutOfSyncError(on_rank(group.replica_id, text))
@@ -240,14 +244,14 @@ def _describe(group: ReplicaGroup, variable: Variable, difference: Difference) -
         text = (
             f"    rank {group.replica_id}: {int(places.sum())} of "
             f"{mine.size} elements, the first at {variable.name}{at}: "
-            f"{_compare(mine.reshape(-1)[first], theirs.reshape(-1)[first])}"
+            f"{_both(mine.reshape(-1)[first], theirs.reshape(-1)[first])}"
         ).encode()
     lines = [item.decode() for item in comm.all_gather_objects(text) if item]
     head = f"  Variable {variable.name!r} {difference}:"
     return "\n".join([head, *lines[:_MOST_NAMED]])
 
 
-def _compare(mine: np.generic, theirs: np.generic) -> str:
+def _both(mine: np.generic, theirs: np.generic) -> str:
     """Format two numbers, with their bytes if they print the same."""
     texts = [str(x.item()) for x in (mine, theirs)]
     if texts[0] == texts[1]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from contextvars import ContextVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 from mpidist._base.expect import expect
 
@@ -18,17 +18,12 @@ _P = ParamSpec("_P")
 _V = TypeVar("_V")
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.creators: Creators = ()
-
-
-_stack = _Stack()
+_creators: Final[ContextVar[Creators]] = ContextVar("creators", default=())
 
 
 def current() -> Creators:
     """Return the functions that change how variables are made, the outermost first."""
-    return _stack.creators
+    return _creators.get()
 
 
 @contextlib.contextmanager
@@ -60,17 +55,17 @@ def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
     """
     what = "a function(next_creator, **kwargs)"
     expect(callable(variable_creator), "variable_creator_scope", what, variable_creator)
-    with _changed((*_stack.creators, variable_creator)):
+    with _changed((*current(), variable_creator)):
         yield
 
 
 @contextlib.contextmanager
 def _changed(creators: Creators) -> Iterator[None]:
-    before, _stack.creators = _stack.creators, creators
+    before = _creators.set(creators)
     try:
         yield
     finally:
-        _stack.creators = before
+        _creators.reset(before)
 
 
 def by_creators(
@@ -83,7 +78,7 @@ def by_creators(
 
     @functools.wraps(init)
     def made(self: _V, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        creators = _stack.creators
+        creators = current()
         if not creators or len(args) > len(names):
             return init(self, *args, **kwargs)
         done = 0

@@ -1,4 +1,4 @@
-"""Variables: an array with a copy on each replica."""
+"""Variables: an array with a copy on each replica, and what all ranks do with it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import backend
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, checksums
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Registered
+from mpidist._runtime.registry import Registered, home_of, key_of
 from mpidist._values.arguments import Attributes, check_attributes, initial_array
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import by_creators
+from mpidist._values.distributed import Mirrored
 from mpidist._values.divided import DividedStorage, Part
 from mpidist._values.storage import (
     OnReadStorage,
@@ -537,3 +540,66 @@ array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.arr
 """Return this rank's copy of a variable, for changing it in place.
 
 Use it only for changes that are identical on all ranks."""
+
+
+def is_same(group: ReplicaGroup, value: Nest) -> bool:
+    """Return whether a value is known to be the same on all ranks of a group."""
+    if isinstance(value, Mirrored):
+        return key_of(value) is not None and home_of(value) is group.registry
+    if not isinstance(value, Variable):
+        return False
+    storage = storage_of(value)
+    return storage.group is group and group.is_mpi and not storage.on_read
+
+
+# --- operations -----------------------------------------------------------------------
+
+
+@dispatch.operation("create_variable")
+def _create_variable(
+    group: ReplicaGroup, value: Array, attributes: Attributes, marked: OnRank0
+) -> Variable:
+    """Create the variable that merge_fn creates.
+
+    Args:
+        group: the group that it belongs to.
+        value: the initial array.
+        attributes: its attributes.
+        marked: on rank 0 the variable whose constructor runs; unused on the others.
+    """
+    return set_up(marked.value, group, value, attributes)
+
+
+@dispatch.operation("copy_variable")
+def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variable:
+    group.guard.agree(Call(text))
+    storage = variable._storage
+    part = getattr(storage, "part", None)  # of a divided one
+    return set_up(None, group, storage.array, storage.attributes, part)
+
+
+@dispatch.operation("read_variable")
+def _read_variable(group: ReplicaGroup, variable: Variable) -> Array:
+    """Return the combined copies of an ON_READ variable. Collective."""
+    return variable._storage.read()
+
+
+@dispatch.operation("assign_variable")
+def _assign_variable(
+    group: ReplicaGroup, variable: Variable, how: str, value: Nest
+) -> None:
+    """Assign a value that is the same on all ranks, and check that it is."""
+    collectives, storage = group.collectives, variable._storage
+    call = storage.describe_call(how)
+    try:  # not `checking`, which takes four calls of Python
+        prepared = storage.prepare(how, value)
+    except Exception as error:
+        collectives.invalid(call, error)
+    parts = [prepared]
+    if isinstance(prepared, IndexedSlices):
+        parts = [prepared.values, prepared.indices]
+    text = f"{call} {backend.describe(parts[0])}"
+    if collectives.guard.checks and not is_same(group, value):
+        text += f" = {' at '.join(map(checksums.summarize, parts))}"
+    collectives.guard.agree(Call(text))
+    storage.store(how, prepared)

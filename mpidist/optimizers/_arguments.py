@@ -17,9 +17,9 @@ from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
-from mpidist._values.components import check_owner, is_same
+from mpidist._values.components import check_owner
 from mpidist._values.distributed import DistributedValues, PerReplica
-from mpidist._values.variable import Variable, array_of, storage_of
+from mpidist._values.variable import Variable, array_of, is_same, storage_of
 
 APPLY: Final = "apply_gradients"
 # NumPy's functions also take CuPy arrays (`__array_ufunc__`), but their types do not.
