@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import warnings
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, gpus
+from mpidist._base.errors import level_of_caller
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.threads import ReplicaLocal
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
+from mpidist._runtime.context import Frame, Level
 from mpidist._values.array_like import to_plain
 from mpidist._values.distributed import is_per_replica
 
@@ -25,11 +29,15 @@ _NAMES: Final[dict[type[enum.Enum], str]] = {
     VariableSynchronization: "AUTO, ON_WRITE or ON_READ",
     VariableAggregation: "NONE, SUM, MEAN or ONLY_FIRST_REPLICA",
 }
+_COMBINED: Final = (VariableAggregation.SUM, VariableAggregation.MEAN)
+_NOT_COMBINED: Final = ("scatter_min", "scatter_max", "scatter_update")
+# The names of variables that a warning has named.
+_warned: Final[ReplicaLocal[list[str]]] = ReplicaLocal(list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Attributes:
-    """The name of a variable, and how its copies are combined."""
+    """The name of a variable, how its copies are combined, and what that rules out."""
 
     name: str
     trainable: bool
@@ -40,6 +48,89 @@ class Attributes:
         return (
             f"Variable {self.name!r} ({self.synchronization.name}, "
             f"aggregation={self.aggregation.name})"
+        )
+
+    @property
+    def on_read(self) -> bool:
+        """Whether the copies are combined when the variable is read."""
+        return self.synchronization is VariableSynchronization.ON_READ
+
+    def require_aggregation(self, how: str) -> None:
+        """Raise a ValueError if nothing says how replicas' values are combined.
+
+        Args:
+            how: the name of the method of `Variable` that writes them.
+        """
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"Variable {self.name!r}.{how}: You must specify an aggregation "
+                "method to update a mirrored variable in a replica context, since each "
+                "replica may have another value. Write `Variable(..., aggregation="
+                "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
+                "or assign in cross-replica context: after `strategy.run`, or in a "
+                "`merge_call`"
+            )
+
+    def require_readable(self) -> None:
+        """Raise a ValueError if the copies of an ON_READ variable are not combined."""
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"Variable {self.name!r}: an ON_READ variable with aggregation=NONE "
+                "has no one value in cross-replica context, since nothing says how to "
+                "combine its copies. Read it in a replica function, write "
+                "`strategy.experimental_local_results(variable)`, or make it with "
+                "aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+
+    def check_scatter(self, how: str) -> None:
+        """Raise a NotImplementedError if rows cannot be changed, or not in this way."""
+        call, aggregation = f"Variable {self.name!r}.{how}", self.aggregation
+        if self.on_read:
+            raise NotImplementedError(
+                f"{call}: ON_READ variables have no scatter operations; write "
+                "`variable.assign(new)`, where `new` is a copy of "
+                "`variable.read_value()` that has been changed"
+            )
+        if how in _NOT_COMBINED and aggregation in _COMBINED:
+            raise NotImplementedError(
+                f"{call}: not for aggregation={aggregation.name}; make the variable "
+                "with aggregation=NONE (and write in cross-replica context) or "
+                "ONLY_FIRST_REPLICA"
+            )
+
+    def check_plain_write(self, how: str, frame: Frame) -> None:
+        """Warn once, or raise, if replicas write a variable made outside every scope.
+
+        Each process has one of its own then; the scope may have been forgotten.
+
+        Args:
+            how: the name of the method of `Variable`.
+            frame: where it is called.
+
+        Raises:
+            RuntimeError: if it has an aggregation, which nothing would do.
+        """
+        if frame.level is not Level.REPLICA or frame.group.num_replicas == 1:
+            return
+        call = f"Variable {self.name!r}.{how}: this variable was made outside every"
+        if self.aggregation is not VariableAggregation.NONE:
+            raise RuntimeError(
+                f"{call} scope, so each process has one of its own, and nothing would "
+                f"combine the replicas' values by {self.aggregation.name}; make it in "
+                "`with strategy.scope():`, or with aggregation=NONE if each process is "
+                "to have its own"
+            )
+        # ON_READ says that each replica has its own value.
+        if self.on_read or _warned.get():
+            return
+        _warned.get().append(self.name)
+        warnings.warn(
+            f"[rank {frame.group.replica_id}] {call} scope, so each of the "
+            f"{frame.group.num_replicas} replicas writes one of its own, and their "
+            "values may differ; make it in `with strategy.scope():`, or with "
+            'synchronization="ON_READ" if each process is to have its own',
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
         )
 
 

@@ -1,38 +1,46 @@
 """A replica's copy of a variable: what changes it, and when copies are combined.
 
 `VariableStorage` is of a mirrored variable: the replicas' values are combined before
-they are written. `OnReadStorage` combines the copies when they are read. `Variable` is
-the public face of both.
+they are written. `OnReadStorage` combines the copies when they are read.
+`DividedStorage` has a part of the elements on each rank, such as slots of optimizers.
+`Variable` is the public face of all.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
 from mpidist._base import backend, checksums, indexed_slices
-from mpidist._base.errors import level_of_caller
 from mpidist._base.gpus import Device
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.threads import ReplicaLocal
 from mpidist._base.types import Array, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation
-from mpidist._runtime.context import Frame, Level
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import Attributes, convert, convert_slices
-from mpidist._values.distributed import own_component
+from mpidist._values.distributed import PerReplica, own_component
 
 _OF_ALL: Final = ("assign", "assign_add", "assign_sub")
-_NOT_COMBINED: Final = ("scatter_min", "scatter_max", "scatter_update")
 _NO_KEY: Final = (0, 0)
 _OPERATION: Final = {
     VariableAggregation.SUM: ReduceOp.SUM,
     VariableAggregation.MEAN: ReduceOp.MEAN,
 }
+
+
+class Part(NamedTuple):
+    """What this rank has of a variable whose elements are divided among the ranks.
+
+    Attributes:
+        shape: of the variable.
+        start: the first element that is here, in C order.
+    """
+
+    shape: Shape
+    start: int
 
 
 class VariableStorage:
@@ -161,14 +169,9 @@ class VariableStorage:
         """Return the value of the variable."""
         return self.view
 
-    def check_replica_write(self, how: str) -> None:
-        """Raise if `write` would, for want of an aggregation."""
-        if not self.on_read:
-            _require_aggregation(self, how)
-
     def write(self, how: str, value: Nest) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
-        _require_aggregation(self, how)
+        self.attributes.require_aggregation(how)
         call = self.describe_call(how)
         collectives = self.group.collectives
         aggregation = self.attributes.aggregation
@@ -239,6 +242,77 @@ class OnReadStorage(VariableStorage):
         return _share_of(value, group.replica_id, group.num_replicas)
 
 
+class DividedStorage(OnReadStorage):
+    """Each rank has a part of the elements; cross-replica reading puts them together.
+
+    What is written is the whole, of which each rank takes its part.
+
+    Attributes:
+        part: which elements the array has, which is flat.
+    """
+
+    __slots__ = ("part",)
+
+    def __init__(
+        self, group: ReplicaGroup, attributes: Attributes, value: Array, part: Part
+    ) -> None:
+        super().__init__(group, attributes, value)
+        self.part = part
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the variable."""
+        return self.part.shape
+
+    def prepare(self, how: str, value: Nest) -> Array:
+        """Return ``value`` as an array of this variable's dtype, shape and device."""
+        if isinstance(value, PerReplica):
+            raise TypeError(
+                f"Variable {self.name!r}.{how}: got a PerReplica; expected the whole, "
+                "the same on all ranks, of which each takes its part"
+            )
+        return convert(*self._target(how), value, self.shape)
+
+    def read(self) -> Array:
+        """Return the whole, in a new array. Collective."""
+        call = self.describe_call(
+            "reading, which all ranks have to do since it is divided among them,"
+        )
+        whole: Array = self.group.collectives.all_gather(self.array, 0, None, call)
+        whole = whole.reshape(self.shape)
+        if isinstance(whole, np.ndarray):
+            whole.flags.writeable = False
+        return whole
+
+    def component(self) -> NoReturn:
+        """Raise: parts do not correspond to each other."""
+        raise ValueError(
+            f"Variable {self.name!r}: its elements are divided among the ranks, so its "
+            "parts cannot be combined; read it: `variable.value()` is the whole in "
+            "cross-replica context, and this rank's part in a replica function"
+        )
+
+    def apply(self, how: str, value: Array) -> None:
+        """Change the array, given the whole or this rank's part."""
+        # A part of the same shape as the whole is the whole.
+        whole = tuple(value.shape) == self.shape
+        super().apply(how, self.own_part(value) if whole else value)
+
+    def write(self, how: str, value: Nest) -> None:
+        """Write the own part in a replica context, without communication."""
+        self.apply(how, self.prepare(how, value))
+
+    def store(self, how: str, value: Array) -> None:
+        """Write a value that all ranks have."""
+        self.apply(how, value)
+
+    def own_part(self, value: Array) -> Array:
+        """Return what this rank's part is if ``value`` is assigned on all ranks."""
+        start = self.part.start
+        flat: Array = backend.flat(backend.contiguous(value))
+        return flat[start : start + self.array.size]
+
+
 def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     """Return a replica's share of a sum. Shares of integers add up exactly."""
     # An array, as the result is: NumPy's types of its functions know no CuPy arrays.
@@ -248,90 +322,3 @@ def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     wide = value.dtype if value.dtype.itemsize == 8 else np.dtype(np.int64)
     quotient, rest = np.divmod(value.astype(wide), wide.type(num_replicas))
     return (quotient + (rest > replica_id)).astype(value.dtype)
-
-
-def _require_aggregation(storage: VariableStorage, how: str) -> None:
-    if storage.attributes.aggregation is VariableAggregation.NONE:
-        raise ValueError(
-            f"Variable {storage.name!r}.{how}: You must specify an aggregation "
-            "method to update a mirrored variable in a replica context, since each "
-            "replica may have another value. Write `Variable(..., aggregation="
-            "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
-            "or assign in cross-replica context: after `strategy.run`, or in a "
-            "`merge_call`"
-        )
-
-
-def check_scatter(storage: VariableStorage, how: str) -> None:
-    """Raise a NotImplementedError if a variable's rows cannot be changed, or not so."""
-    call = f"Variable {storage.name!r}.{how}"
-    aggregation = storage.attributes.aggregation
-    if storage.on_read:
-        raise NotImplementedError(
-            f"{call}: ON_READ variables have no scatter operations; write "
-            "`variable.assign(new)`, where `new` is a copy of `variable.read_value()` "
-            "that has been changed"
-        )
-    if how in _NOT_COMBINED and aggregation in _OPERATION:
-        raise NotImplementedError(
-            f"{call}: not for aggregation={aggregation.name}; make the variable with "
-            "aggregation=NONE (and write in cross-replica context) or "
-            "ONLY_FIRST_REPLICA"
-        )
-
-
-def require_readable(storage: VariableStorage) -> None:
-    """Raise if the copies of an ON_READ variable cannot be combined.
-
-    Raises:
-        ValueError: if its aggregation is NONE.
-    """
-    if storage.attributes.aggregation is VariableAggregation.NONE:
-        raise ValueError(
-            f"Variable {storage.name!r}: an ON_READ variable with aggregation=NONE "
-            "has no one value in cross-replica context, since nothing says how to "
-            "combine its copies. Read it in a replica function, write "
-            "`strategy.experimental_local_results(variable)`, or make it with "
-            "aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
-        )
-
-
-_names: ReplicaLocal[list[str]] = ReplicaLocal(list)  # of what a warning has named
-
-
-def check_plain_write(storage: VariableStorage, how: str, frame: Frame) -> None:
-    """Warn once, or raise, if replicas write a variable made outside every scope.
-
-    Each process has one of its own then; the scope may have been forgotten.
-
-    Args:
-        storage: of the variable.
-        how: the name of the method of `Variable`.
-        frame: where it is called.
-
-    Raises:
-        RuntimeError: if it has an aggregation, which nothing would do.
-    """
-    if frame.level is not Level.REPLICA or frame.group.num_replicas == 1:
-        return
-    attributes = storage.attributes
-    call = f"Variable {attributes.name!r}.{how}: this variable was made outside every"
-    if attributes.aggregation is not VariableAggregation.NONE:
-        raise RuntimeError(
-            f"{call} scope, so each process has one of its own, and nothing would "
-            f"combine the replicas' values by {attributes.aggregation.name}; make it "
-            "in `with strategy.scope():`, or with aggregation=NONE if each process is "
-            "to have its own"
-        )
-    # ON_READ says that each replica has its own value.
-    if storage.on_read or _names.get():
-        return
-    _names.get().append(attributes.name)
-    warnings.warn(
-        f"[rank {frame.group.replica_id}] {call} scope, so each of the "
-        f"{frame.group.num_replicas} replicas writes one of its own, and their values "
-        "may differ; make it in `with strategy.scope():`, or with synchronization="
-        '"ON_READ" if each process is to have its own',
-        RuntimeWarning,
-        stacklevel=level_of_caller(),
-    )

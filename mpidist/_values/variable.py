@@ -23,13 +23,11 @@ from mpidist._values.arguments import Attributes, check_attributes, initial_arra
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import by_creators
 from mpidist._values.distributed import Mirrored
-from mpidist._values.divided import DividedStorage, Part
 from mpidist._values.storage import (
+    DividedStorage,
     OnReadStorage,
+    Part,
     VariableStorage,
-    check_plain_write,
-    check_scatter,
-    require_readable,
 )
 
 _OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
@@ -267,10 +265,10 @@ class Variable(ArrayLike, Registered):
             if self._is_local("reading", frame):
                 return storage.view
             if frame.level is not context.Level.REPLICA or not context.has_strategy():
-                require_readable(storage)
+                storage.attributes.require_readable()
                 return dispatch.perform(storage.group, "read_variable", self)
             if frame.sync_on_read:
-                require_readable(storage)
+                storage.attributes.require_readable()
                 return storage.read()
             return storage.view
         except BaseException as error:
@@ -440,7 +438,7 @@ class Variable(ArrayLike, Registered):
         group = self._storage.group
         if not group.is_mpi:
             if how != "reading":
-                check_plain_write(self._storage, how, frame)
+                self._storage.attributes.check_plain_write(how, frame)
             return True
         if frame.group is not group and context.has_strategy():
             raise RuntimeError(
@@ -456,7 +454,7 @@ class Variable(ArrayLike, Registered):
             frame, storage = context.current(), self._storage
             is_local = self._is_local(how, frame)
             if how.startswith("scatter"):
-                check_scatter(storage, how)
+                storage.attributes.check_scatter(how)
             if is_local:
                 prepared = storage.prepare(how, value)
                 self._record(frame)
@@ -528,7 +526,7 @@ def set_up(
     with group.guard.payload():  # the other ranks have it, and count it
         if part is not None:
             variable._storage = DividedStorage(group, attributes, value, part)
-        elif attributes.synchronization is VariableSynchronization.ON_READ:
+        elif attributes.on_read:
             variable._storage = OnReadStorage(group, attributes, value)
         else:
             variable._storage = VariableStorage(group, attributes, value)

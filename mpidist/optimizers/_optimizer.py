@@ -421,7 +421,9 @@ class Optimizer:
                 found = group_for(variables, self._index, self._group, APPLY)
                 group, is_cross_replica = found
                 if global_step is not None and context.is_in_replica(group):
-                    storage_of(global_step).check_replica_write("assign_add")
+                    attributes = storage_of(global_step).attributes
+                    if not attributes.on_read:
+                        attributes.require_aggregation("assign_add")
             except Exception as error:
                 group_among(pairs, self._group).collectives.invalid(APPLY, error)
             skip = skip_gradients_aggregation or not experimental_aggregate_gradients

@@ -23,7 +23,7 @@ from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import check_attributes
 from mpidist._values.distributed import PerReplica
-from mpidist._values.divided import Part
+from mpidist._values.storage import Part
 from mpidist._values.variable import Variable, array_of, set_up, storage_of
 from mpidist.optimizers._arguments import (
     APPLY,
