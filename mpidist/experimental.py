@@ -11,7 +11,7 @@ from mpidist._checkpoints import (
     TerminationConfig as TerminationConfig,
 )
 from mpidist._strategy.contexts import ValueContext as ValueContext
-from mpidist._strategy.tensorflow_names import (
+from mpidist._strategy.mpi_strategy import (
     CentralStorageStrategy as CentralStorageStrategy,
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     ParameterServerStrategy as ParameterServerStrategy,

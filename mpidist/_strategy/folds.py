@@ -1,6 +1,8 @@
-"""Reductions by a user's function: gathered, and folded by every rank in rank order.
+"""Reductions beyond one all-reduce: over the axes of arrays, and by a user's function.
 
-The function may be anything that combines two arrays, such as a product of matrices, so
+Over axes each replica reduces its array, and then all combine what they have.
+
+A function may be anything that combines two arrays, such as a product of matrices, so
 each rank has to see all components: an all-gather, then ``f(f(x0, x1), x2)`` and so on,
 on every rank. In a section of the guard, as user code: an exception on one rank is told
 to all, and the results, which must have the same bits, are compared.
@@ -8,24 +10,30 @@ to all, and the results, which must have the same bits, are compared.
 
 from __future__ import annotations
 
+import math
 import types
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, checksums, nest
+from mpidist._base.expect import as_int
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
-from mpidist._base.reduce_op import ReduceFunction
-from mpidist._base.types import Array, Nest
+from mpidist._base.reduce_op import RULES, ReduceFunction, ReduceOp
+from mpidist._base.types import Array, DType, Nest
+from mpidist._collectives import dtype_table
+from mpidist._collectives.collectives import Collectives
 from mpidist._merge.argument_equality import fingerprint_of_function
 from mpidist._merge.object_parts import function_in
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy.scope import warn_of_own_value
+from mpidist._strategy.contexts import warn_of_own_value
 from mpidist._values.components import component_of, differs
 
+_CALL: Final = "Strategy.reduce"
+_NO_AXES: Final = "; each replica has a number, which has no axes: write `axis=None`"
 _SHOWN_BITS: Final = 0xFFFFFF  # of a fingerprint: six digits
 
 
@@ -87,24 +95,24 @@ def reduce_with(
     group: ReplicaGroup, function: ReduceFunction, value: Nest, axis: object
 ) -> Nest:
     """Fold the components of per-replica values: `Strategy.reduce`. Collective."""
-    call = "Strategy.reduce"
-    with group.guard.checking(call):
+    with group.guard.checking(_CALL):
         if axis is not None:
             raise TypeError(
-                f"{call}: expected axis=None with a function, got axis={axis!r}; "
+                f"{_CALL}: expected axis=None with a function, got axis={axis!r}; "
                 "reduce over the axes of each array in the replica function, as by "
                 "`numpy.logaddexp.reduce(x, axis=0)`"
             )
         leaves, structure = nest.flatten(value)
         for leaf in leaves:
-            group.registry.check(call, leaf)
+            group.registry.check(_CALL, leaf)
             if group.is_mpi and not differs(leaf):
                 raise ValueError(
-                    f"{call}: expected a PerReplica with a function, got {leaf!r:.80}, "
-                    "which is not per replica; pass what `strategy.run` returned"
+                    f"{_CALL}: expected a PerReplica with a function, got "
+                    f"{leaf!r:.80}, which is not per replica; pass what `strategy.run` "
+                    "returned"
                 )
         own = structure.unflatten([component_of(leaf) for leaf in leaves])
-    return fold(group, function, own, None, call)
+    return fold(group, function, own, None, _CALL)
 
 
 def _fold_rows(
@@ -145,3 +153,107 @@ def _name_of(function: ReduceFunction) -> str:
         return f"{inner.__qualname__.rpartition('<locals>.')[2]} #{digits:06x}"
     name = getattr(inner, "__qualname__", None) or getattr(inner, "__name__", None)
     return str(name or type(inner).__qualname__)
+
+
+# --- over axes ----------------------------------------------------------------------
+
+
+class Partial(NamedTuple):
+    """The array of one replica, reduced over axes."""
+
+    array: Array
+    elements: int  # the number that each of its elements combines
+    dtype: DType  # of the array before the reduction
+    kind: backend.LeafKind
+
+
+def as_axes(axis: object) -> tuple[int, ...] | None:
+    """Return the axes as a tuple; None for None.
+
+    Raises:
+        TypeError: if ``axis`` is not an int, a tuple or list of ints or None.
+    """
+    if axis is None:
+        return None
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    kind = "an int, a tuple of ints or None"
+    return tuple(as_int(_CALL, "axis", one, kind=kind) for one in axes)
+
+
+def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
+    """Reduce one replica's array over its axes. Not collective.
+
+    Raises:
+        TypeError: if it is not an array.
+        ValueError: if an axis is out of range.
+    """
+    x: Array
+    x, kind = backend.as_array(leaf, _CALL)
+    entry = dtype_table.reduction(x.dtype, op, _CALL)
+    for axis in axes:
+        if not -x.ndim <= axis < x.ndim:
+            limits = f"-{x.ndim} <= axis < {x.ndim}" if x.ndim else "axis=None"
+            raise ValueError(
+                f"{_CALL}: expected {limits} for "
+                f"{backend.describe(x)}, got axis={axis}{'' if x.ndim else _NO_AXES}"
+            )
+    xp = backend.module_of(x)
+    function = getattr(xp, RULES[op].numpy)
+    count = math.prod(x.shape[axis] for axis in axes)
+    if op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD):
+        result = function(x, axis=axes, dtype=entry.compute)
+    elif count == 0:
+        reduced = {axis % x.ndim for axis in axes}
+        kept = [n for k, n in enumerate(x.shape) if k not in reduced]
+        result = xp.full(kept, _identity(op, x.dtype), x.dtype)
+    else:
+        result = function(x, axis=axes)
+    return Partial(result, count, x.dtype, kind)
+
+
+def reduce_same(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Nest:
+    """Reduce a value that is the same on all replicas over axes. Not collective."""
+    part = reduce_axes(op, leaf, axes)
+    return _result_of(op, part.array, part.elements, part)
+
+
+def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> list[Nest]:
+    """Combine the partial results of all replicas. Collective.
+
+    Raises:
+        ValueError: for MIN and MAX, if no replica has any elements.
+    """
+    how = ReduceOp(RULES[op].combining)
+    call = f"{_CALL} {op.name} over axes"
+    arrays = [part.array for part in parts]
+    counts = np.array([part.elements for part in parts], np.int64)
+    if how is ReduceOp.SUM:
+        arrays, totals = collectives.all_reduce(how, (arrays, counts), call=call)
+    else:
+        totals = collectives.all_reduce(ReduceOp.SUM, counts, call=call)
+        arrays = collectives.all_reduce(how, arrays, call=call)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and not all(totals):
+        raise ValueError(
+            f"{_CALL}: {op.name} over an axis that has no elements on any replica"
+        )
+    return [_result_of(op, *row) for row in zip(arrays, totals, parts, strict=True)]
+
+
+def _result_of(op: ReduceOp, reduced: Any, total: int, part: Partial) -> Nest:
+    """Return the result of all parts, given what they and their elements add up to."""
+    entry = dtype_table.reduction(part.dtype, op, _CALL)
+    if op is ReduceOp.MEAN:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            reduced = np.true_divide(reduced, entry.compute.type(total))
+    result = reduced.astype(entry.result, copy=False)
+    return backend.as_given(result, part.kind)
+
+
+def _identity(op: ReduceOp, dtype: DType) -> bool | int | float:
+    """Return what MIN or MAX of no elements is."""
+    if dtype.kind == "b":
+        return op is ReduceOp.MIN
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return int(limits.max if op is ReduceOp.MIN else limits.min)
+    return np.inf if op is ReduceOp.MIN else -np.inf

@@ -1,19 +1,33 @@
-"""MPIStrategy: one replica on each rank of a communicator."""
+"""MPIStrategy: one replica on each rank of a communicator; its names in TensorFlow.
+
+Programs that create a strategy by these names, and libraries that test its class, run
+unchanged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 from mpidist._agreement import mismatch
 from mpidist._agreement.breakdown import State
-from mpidist._base.options import CommunicationOptions
+from mpidist._base import threads
+from mpidist._base.expect import as_int, expect
+from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.remedies import explain_keywords
+from mpidist._base.types import Nest
+from mpidist._mpi.library import mpi_module, world_rank, world_size
 from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
+from mpidist._strategy.contexts import note_closed
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
-from mpidist._strategy.scope import note_closed
+from mpidist._strategy.current import get_replica_context
 from mpidist._strategy.setup import Arguments, Comm, join
 from mpidist._strategy.strategy import Strategy
+from mpidist.cluster import ClusterResolver
+
+_DEVICE: Final = re.compile(r"(?:.*[/:])?(CPU|GPU)(?::(\d+|\*))?", re.IGNORECASE)
 
 
 class MPIStrategy(Strategy):
@@ -99,3 +113,257 @@ class MPIStrategy(Strategy):
                 self._communicator.release_unused()
         guard.close()
         self._communicator.give_back()
+
+
+# --- names of TensorFlow --------------------------------------------------------------
+
+
+class RunOptions(NamedTuple):
+    """Options of `Strategy.run` for TPUs; accepted there, without effect.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: no effect: shapes may always change.
+        experimental_bucketizing_dynamic_shape: no effect.
+        experimental_xla_options: no effect.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object = None
+
+
+class _AnyMPIStrategy(type):
+    """The type of the classes below: every `MPIStrategy` is an instance of them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if cls in _NAMES:
+            return isinstance(instance, MPIStrategy)
+        return super().__instancecheck__(instance)
+
+
+class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
+    """An `MPIStrategy`, by the name and the arguments of TensorFlow.
+
+    Collective: every rank creates it, and is one replica. TensorFlow's has all replicas
+    in one process; here ``mpirun -n`` sets their number. ``isinstance`` is true for
+    every `MPIStrategy`.
+
+    The function of `Strategy.distribute_datasets_from_function` makes one input of all
+    replicas, as there: each rank calls it, and takes its turn of the elements.
+
+    Args:
+        devices: None, the default, is each rank's GPU if there is one, and otherwise
+            the host. Or the devices of all ranks, such as ``["GPU:0", "GPU:1"]``: one
+            for each, in their order.
+        cross_device_ops: as for `MPIStrategy`.
+        num_gpus: in place of ``devices``, the number of ranks, each with a GPU; 0: one
+            rank on the host. The argument of TensorFlow 1.
+
+    Raises:
+        TypeError, ValueError: if ``devices`` is not a list with a device for each rank,
+            or ``num_gpus`` not their number; on all ranks. Otherwise as `MPIStrategy`.
+    """
+
+    _deals = True
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        num_gpus: int | None = None,
+    ) -> None:
+        """Join the other ranks in a strategy. Collective."""
+        self._join(
+            None,
+            lambda: Arguments(
+                device=_own_device(_devices(devices, num_gpus)),
+                cross_device_ops=cross_device_ops,
+            ),
+        )
+        self._group.registry.warns = self.num_replicas_in_sync > 1
+
+
+class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
+    """An `MPIStrategy`, by the name and the arguments of TensorFlow.
+
+    Collective: every rank creates it, and is one replica. ``isinstance`` is true for
+    every `MPIStrategy`.
+
+    Args:
+        cluster_resolver: None, or one of `mpidist.cluster`, which is ignored: the
+            launcher tells MPI about the ranks. Or ``communication``, which is the first
+            argument of ``tf.distribute.experimental.MultiWorkerMirroredStrategy``.
+        communication_options: as for `MPIStrategy`.
+        communication: a `CommunicationImplementation`, or its name.
+
+    Raises:
+        TypeError: for another cluster resolver, or if both ``communication`` and
+            ``communication_options`` are given; on all ranks. Otherwise as
+            `MPIStrategy`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | CommunicationImplementation | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        communication: CommunicationImplementation | str | None = None,
+    ) -> None:
+        """Join the other ranks in a strategy. Collective."""
+        given = cluster_resolver, communication_options, communication
+        self._join(None, lambda: Arguments(communication_options=_options(*given)))
+
+
+class _NoStrategy(Strategy):
+    """A class of TensorFlow that no strategy here is an instance of."""
+
+    _instead: ClassVar[str]
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"{type(self).__name__}: {self._instead}")
+
+
+class TPUStrategy(_NoStrategy):
+    """TensorFlow's strategy for TPUs, for ``isinstance``, which is False.
+
+    Creating one raises a NotImplementedError, which says what to write.
+    """
+
+    _instead = "there are no TPUs here; write `mpidist.MPIStrategy()`"
+
+
+class OneDeviceStrategy(_NoStrategy):
+    """TensorFlow's strategy for one device, for ``isinstance``, which is False.
+
+    Creating one raises a NotImplementedError, which says what to write.
+    """
+
+    _instead = 'write `mpidist.MPIStrategy(device="cpu")`, and start one rank'
+
+
+class ParameterServerStrategy(_NoStrategy):
+    """TensorFlow's strategy with servers, for ``isinstance``, which is False.
+
+    Creating one raises a NotImplementedError, which says what to write.
+    """
+
+    _instead = (
+        "there are no parameter servers over MPI, every rank computes; write "
+        "`mpidist.MPIStrategy()`"
+    )
+
+
+class CentralStorageStrategy(ParameterServerStrategy):
+    """TensorFlow's strategy with one copy, for ``isinstance``, which is False.
+
+    Creating one raises a NotImplementedError, which says what to write.
+    """
+
+
+_NAMES: Final = (MirroredStrategy, MultiWorkerMirroredStrategy)
+
+
+def strategy_supports_no_merge_call() -> bool:
+    """Return whether code may skip `merge_call`: only if there is one replica.
+
+    Not collective. True outside every scope; False with an `MPIStrategy`, whose
+    variables change in a `merge_call`. In TensorFlow in ``tf.__internal__.distribute``.
+    """
+    return not context.has_strategy()
+
+
+def maybe_merge_call(
+    fn: Callable[..., Nest], strategy: Strategy, *args: Any, **kwargs: Any
+) -> Nest:
+    """Call ``fn(strategy, *args, **kwargs)`` in a `merge_call` of this replica.
+
+    Collective, like `ReplicaContext.merge_call`: every replica must call this, in the
+    same order. Outside every scope it only calls the function. In TensorFlow in
+    ``tf.__internal__.distribute.interim``.
+
+    Args:
+        fn: the function; see `ReplicaContext.merge_call`.
+        strategy: the strategy.
+        args: further positional arguments of ``fn``.
+        kwargs: its keyword arguments.
+    """
+    if strategy_supports_no_merge_call():
+        return fn(strategy, *args, **kwargs)
+    return get_replica_context().merge_call(fn, args=args, kwargs=kwargs)
+
+
+def _options(
+    cluster_resolver: object,
+    options: CommunicationOptions | None,
+    communication: CommunicationImplementation | str | None,
+) -> CommunicationOptions | None:
+    """Check the arguments of `MultiWorkerMirroredStrategy`; return its options."""
+    if isinstance(cluster_resolver, CommunicationImplementation) and not communication:
+        cluster_resolver, communication = None, cluster_resolver
+    expect(
+        cluster_resolver is None or isinstance(cluster_resolver, ClusterResolver),
+        "MultiWorkerMirroredStrategy",
+        "`cluster_resolver` to be None",
+        cluster_resolver,
+        "leave it out, since the launcher tells MPI about the ranks (and write "
+        "`communication=...` with its name)",
+    )
+    if communication is None:
+        return options
+    if options is not None:
+        raise TypeError(
+            "MultiWorkerMirroredStrategy: got both `communication_options` and "
+            "`communication`; write `communication_options=mpidist."
+            "experimental.CommunicationOptions(implementation=...)`"
+        )
+    return CommunicationOptions(implementation=communication)
+
+
+def _devices(devices: object, num_gpus: object) -> object:
+    """Return the devices of all ranks, given the arguments of `MirroredStrategy`."""
+    if num_gpus is None:
+        return devices
+    if devices is not None:
+        raise TypeError(
+            "MirroredStrategy: got both `devices` and `num_gpus`; leave out `num_gpus`"
+        )
+    n = as_int("MirroredStrategy", "num_gpus", num_gpus, least=0)
+    return ["GPU"] * n or ["CPU"]
+
+
+def _own_device(devices: Any) -> str:
+    """Return this rank's device among those of all, as `MPIStrategy` names it."""
+    if devices is None:
+        return "auto"
+    expect(
+        isinstance(devices, (list, tuple)),
+        "MirroredStrategy",
+        '`devices` to be a list of strings such as ["GPU:0", "GPU:1"]',
+        devices,
+        "leave it out for each rank's GPU, or write `mpidist.MPIStrategy(comm)` for a "
+        "communicator",
+    )
+    found = [
+        _DEVICE.fullmatch(device) if isinstance(device, str) else None
+        for device in devices
+    ]
+    bad = [d for d, match in zip(devices, found, strict=True) if match is None]
+    if bad:
+        raise ValueError(
+            f'MirroredStrategy: {bad[0]!r} is not a device; write "CPU:0" or '
+            '"GPU:0", or leave out `devices`'
+        )
+    if threads.current() is None:
+        mpi_module()
+    size = world_size()
+    if len(devices) != size:
+        raise ValueError(
+            f"MirroredStrategy: got {len(devices)} devices for {size} ranks, each of "
+            f"which is one replica; start the program with `mpirun -n {len(devices)}`, "
+            "or leave out `devices`"
+        )
+    own = found[world_rank() or 0]
+    assert own is not None
+    kind, index = own[1].lower(), own[2]
+    return kind if kind == "cpu" or index in (None, "*") else f"{kind}:{index}"

@@ -22,9 +22,8 @@ from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component, home_of
-from mpidist._strategy import axis_reduction
+from mpidist._strategy import folds
 from mpidist._strategy.contexts import ValueContext
-from mpidist._strategy.folds import reduce_with
 from mpidist._strategy.reductions import (
     Destination,
     Pair,
@@ -90,7 +89,7 @@ def _reduce(
     axis: object,
 ) -> Nest:
     if type(reduce_op) is not ReduceOp and callable(reduce_op):
-        return reduce_with(group, reduce_op, value, axis)
+        return folds.reduce_with(group, reduce_op, value, axis)
     call = "Strategy.reduce"
     collectives = group.collectives
     if type(value) is PerReplica and axis is None:  # the usual case
@@ -100,18 +99,18 @@ def _reduce(
         return group.all_reduce(op, component(value), call=call)
     with collectives.guard.checking(call):
         op = as_reduce_op(reduce_op, call)
-        axes = axis_reduction.as_axes(axis)
+        axes = folds.as_axes(axis)
         leaves, structure = nest.flatten(value)
         moving, results, plain = _reduce_others(group, op, leaves, axes, call)
         local = [component_of(leaves[i]) for i in moving]
         if axes is not None:
-            parts = [axis_reduction.reduce_axes(op, x, axes) for x in local]
+            parts = [folds.reduce_axes(op, x, axes) for x in local]
     if plain:
         collectives.check_plain(call, plain)
     if axes is None:
         reduced = group.all_reduce(op, local, call=call)
     else:
-        reduced = axis_reduction.combine(collectives, op, parts)
+        reduced = folds.combine(collectives, op, parts)
     for i, x in zip(moving, reduced, strict=True):
         results[i] = x
     return structure.unflatten(results)
@@ -179,7 +178,7 @@ def _reduce_same(
     leaf = own_component(leaf)
     if axes is None:
         return leaf
-    return axis_reduction.reduce_same(op, to_plain(leaf), axes)
+    return folds.reduce_same(op, to_plain(leaf), axes)
 
 
 @dispatch.operation("batch_reduce_to")

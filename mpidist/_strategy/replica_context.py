@@ -16,9 +16,14 @@ from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest
 from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import begun, context, interruptions
 from mpidist._runtime.dispatch import check_arguments
-from mpidist._strategy.contexts import checker, require_current
+from mpidist._strategy.contexts import (
+    checked,
+    checker,
+    require_current,
+    require_scope,
+    warn_of_own_value,
+)
 from mpidist._strategy.folds import fold
-from mpidist._strategy.scope import checked, require_scope, warn_of_own_value
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.distributed import PerReplica
@@ -384,10 +389,7 @@ class ReplicaContext:
             raise
 
     def _reduce_now(
-        self,
-        op: Reduction,
-        value: Nest,
-        options: CommunicationOptions | None,
+        self, op: Reduction, value: Nest, options: CommunicationOptions | None
     ) -> Nest:
         if type(op) is not ReduceOp:
             if callable(op):

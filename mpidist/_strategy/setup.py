@@ -34,7 +34,7 @@ from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy import scope
+from mpidist._strategy.contexts import note_open
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.reductions import reduce_by_ops
 from mpidist._strategy.replica_context import ReplicaContext
@@ -111,7 +111,7 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
         guard.enabled = checks
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         complete(strategy, group, arguments.cross_device_ops)
-        scope.note_open(group)
+        note_open(group)
         if environment.abort:
             process_exit.watch(guard, waits=checks)
     except BaseException as error:

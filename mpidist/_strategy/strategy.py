@@ -16,9 +16,8 @@ from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest, OtherLeaf
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
-from mpidist._strategy.contexts import ValueContext
+from mpidist._strategy.contexts import Scope, ValueContext
 from mpidist._strategy.extended import StrategyExtended
-from mpidist._strategy.scope import Scope
 from mpidist._values.components import local_results
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist.cluster import MPIClusterResolver

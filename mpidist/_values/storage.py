@@ -173,20 +173,20 @@ class VariableStorage:
         """Write in a replica context: combine, then change every copy. Collective."""
         self.attributes.require_aggregation(how)
         call = self.describe_call(how)
-        collectives = self.group.collectives
-        aggregation = self.attributes.aggregation
-        with collectives.guard.checking(call):
+        with self.group.guard.checking(call):
             # Treat a PerReplica that the function closes over as an argument.
             prepared = self.prepare(how, own_component(value))
+        self.apply(how, self._combine(prepared, call))
+
+    def _combine(self, own: Any, call: str) -> Any:
+        """Combine what the replicas have by the aggregation. Collective."""
+        collectives, aggregation = self.group.collectives, self.attributes.aggregation
         if aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
-            operation = _OPERATION[aggregation]
-            combined = self.group.all_reduce(operation, prepared, call=call)
-        elif how in _OF_ALL:
-            combined = collectives.broadcast(prepared, call=call)
-        else:  # of which the ranks may have other numbers
-            rows = [prepared.values, prepared.indices]
-            combined = IndexedSlices(*collectives.share(lambda: rows, call))
-        self.apply(how, combined)
+            return self.group.all_reduce(_OPERATION[aggregation], own, call=call)
+        if isinstance(own, IndexedSlices):  # of which the others may have fewer rows
+            rows = [own.values, own.indices]
+            return IndexedSlices(*collectives.share(lambda: rows, call))
+        return collectives.broadcast(own, call=call)
 
     def store(self, how: str, value: Array) -> None:
         """Write a value that all ranks have, in cross-replica context."""
@@ -205,16 +205,10 @@ class OnReadStorage(VariableStorage):
 
     def read(self) -> Array:
         """Return all copies combined, in a new array. Collective."""
-        collectives, array = self.group.collectives, self.array
-        aggregation = self.attributes.aggregation
         call = self.describe_call(
             "reading, which all ranks have to do since it is ON_READ,"
         )
-        result: Array
-        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            result = collectives.broadcast(array, call=call)
-        else:
-            result = self.group.all_reduce(_OPERATION[aggregation], array, call=call)
+        result: Array = self._combine(self.array, call)
         if isinstance(result, np.ndarray):
             result.flags.writeable = False  # as for other variables; no copy changes
         return result
@@ -225,14 +219,11 @@ class OnReadStorage(VariableStorage):
 
     def store(self, how: str, value: Array) -> None:
         """Write in cross-replica context, so that reading returns the written value."""
-        if self.attributes.aggregation is not VariableAggregation.SUM:
-            self.apply(how, value)
-            return
-        group = self.group
+        is_sum = self.attributes.aggregation is VariableAggregation.SUM
         if how == "assign":
             self.apply(how, self.own_part(value))
-        elif group.replica_id == 0:
-            self.apply(how, value)  # to one copy: the sum changes by it
+        elif not is_sum or self.group.replica_id == 0:  # of one copy: so does the sum
+            self.apply(how, value)
 
     def own_part(self, value: Array) -> Array:
         """Return what this rank's copy is if ``value`` is assigned on all ranks."""

@@ -12,23 +12,21 @@ from mpidist._base.types import Nest
 from mpidist._losses import own_array, row_factors
 from mpidist._runtime import context
 from mpidist.losses._functions import (
-    binary_crossentropy,
-    categorical_crossentropy,
-    huber,
-    mean_absolute_error,
-    mean_squared_error,
-    sparse_categorical_crossentropy,
-)
-from mpidist.losses._pairs import (
     Pair,
+    binary_crossentropy,
     cast,
+    categorical_crossentropy,
     check_options,
     clipped,
+    huber,
     inside,
     log_softmax,
+    mean_absolute_error,
+    mean_squared_error,
     one_hot,
     pair,
     smooth,
+    sparse_categorical_crossentropy,
     widened,
 )
 

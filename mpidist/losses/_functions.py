@@ -1,21 +1,19 @@
-"""The losses as functions: one number for each row."""
+"""The losses as functions, one number for each row, and what they are made of."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpidist._base import backend, guests
+from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
-from mpidist.losses._pairs import (
-    cast,
-    check_options,
-    clipped,
-    cross_entropy,
-    log_softmax,
-    one_hot,
-    pair,
-    smooth,
-)
+from mpidist._losses import expect_real, like, own_array
+
+_EPSILON = 1e-7
 
 
 def mean_squared_error(y_true: Nest, y_pred: Nest) -> Any:
@@ -141,3 +139,136 @@ def sparse_categorical_crossentropy(
     y = one_hot(y_true, y_pred, "sparse_categorical_crossentropy")
     logits = y.pred if from_logits else y.xp.log(clipped(y.xp, y.pred))
     return cross_entropy(y, log_softmax(y.xp, logits))
+
+
+# --- labels and predictions of one library, dtype and shape ---------------------------
+
+
+class Pair(NamedTuple):
+    """Labels and predictions, of one library, shape and dtype; and that of results."""
+
+    xp: Any
+    true: Any
+    pred: Any
+    dtype: Any
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """Return an array in a dtype of its library."""
+    if x.dtype == dtype:
+        return x
+    return x.to(dtype) if guests.kind_of(x) == "torch" else x.astype(dtype)
+
+
+def _name(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def widened(x: Any) -> Any:
+    """Return floats in float32 or wider: in float16, 1 - 1e-7 is 1."""
+    if "float" not in _name(x) or x.dtype.itemsize > 2:
+        return x
+    torch = guests.kind_of(x) == "torch"
+    return cast(x, guests.library("torch").float32 if torch else np.float32)
+
+
+def _as_floats(x: Nest, call: str) -> tuple[Any, Any]:
+    """Return an array of floats, and the library that computes with it."""
+    kind = guests.kind_of(x)
+    default: Any = float
+    if kind is None:
+        array = own_array(x, call)
+        xp = sys.modules["cupy"] if backend.is_device_array(array) else np
+    else:
+        array, xp = x, guests.library(kind)
+        if kind == "torch":
+            default = xp.get_default_dtype()
+        else:
+            xp = xp.numpy
+    expect_real(array, call)
+    return array if "float" in _name(array) else cast(array, default), xp
+
+
+def pair(y_true: Nest, y_pred: Nest, call: str, classes: bool = False) -> Pair:
+    """Return labels with the shape of predictions, or without their last axis.
+
+    As in Keras, only a last axis of length 1 may be missing in one of them.
+    """
+    given, xp = _as_floats(y_pred, call)
+    pred = widened(given)
+    what = "`y_pred` with at least one axis"
+    expect(pred.ndim > 0, call, what, y_pred, error=ValueError)
+    # Numbers of classes stay ints: float16 has not all of them.
+    true = like(y_true, pred, call, cast=not classes)
+    shape = tuple(pred.shape)[: pred.ndim - classes]
+    if tuple(true.shape) == (*shape, 1):
+        if classes or len(shape) != 1:
+            true = true.reshape(shape)
+        else:
+            pred = pred.reshape(true.shape)
+    elif (*tuple(true.shape), 1) == shape:
+        if classes or len(shape) <= 2:
+            true = true.reshape(shape)
+        else:
+            pred = pred.reshape(true.shape)
+    elif tuple(true.shape) != shape:
+        raise ValueError(
+            f"{call}: expected `y_true` of shape {shape}, for `y_pred` of shape "
+            f"{tuple(pred.shape)}, got {tuple(true.shape)}"
+        )
+    return Pair(xp, true, pred, given.dtype)
+
+
+def check_options(
+    call: str, *, axis: int = -1, delta: float = 1.0, label_smoothing: float = 0.0
+) -> None:
+    """Raise a ValueError if an option of a loss is none that it can have."""
+    hint = "write `numpy.moveaxis(x, axis, -1)` for the predictions and one-hot labels"
+    expect(axis == -1, call, "`axis` to be -1", axis, hint, error=ValueError)
+    expect(delta > 0, call, "`delta` to be positive", delta, error=ValueError)
+    what, fits = "`label_smoothing` to be from 0 to 1", 0 <= label_smoothing <= 1
+    expect(fits, call, what, label_smoothing, error=ValueError)
+
+
+def one_hot(y_true: Nest, y_pred: Nest, call: str) -> Pair:
+    y = pair(y_true, y_pred, call, classes=True)
+    pred = y.pred
+    n = pred.shape[-1]
+    classes = like(np.arange(n), pred, call, cast=False)
+    true = like(y.true[..., None] == classes, pred, call)
+    if not _is_traced(true):
+        known = bool((true.sum(-1) == 1).all())
+        what = f"labels that are ints from 0 to {n - 1}"
+        hint = "give rows without a label another one, and a `sample_weight` of 0"
+        expect(known, call, what, y_true, hint, error=ValueError)
+    return y._replace(true=true)
+
+
+def _is_traced(x: Any) -> bool:
+    """Return whether this is an array of JAX that has no values yet."""
+    jax = guests.library("jax")
+    return jax is not None and isinstance(x, jax.core.Tracer)
+
+
+def log_softmax(xp: Any, x: Any) -> Any:
+    x = x - xp.amax(x, axis=-1)[..., None]
+    return x - xp.log(xp.exp(x).sum(-1))[..., None]
+
+
+def clipped(xp: Any, p: Any) -> Any:
+    return xp.clip(p, _EPSILON, 1 - _EPSILON)
+
+
+def inside(p: Any) -> Any:
+    return (p >= _EPSILON) & (p <= 1 - _EPSILON)
+
+
+def cross_entropy(y: Pair, log: Any) -> Any:
+    # Of a class that is ruled out by a logit of -inf, and has no share, it is 0.
+    log = y.xp.where(y.true == 0, y.xp.zeros_like(log), log)
+    return cast(-(y.true * log).sum(-1), y.dtype)
+
+
+def smooth(y: Pair, label_smoothing: float, n: int) -> Pair:
+    true = y.true * (1 - label_smoothing) + label_smoothing / n
+    return y._replace(true=true) if label_smoothing else y

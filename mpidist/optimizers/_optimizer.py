@@ -49,14 +49,7 @@ from mpidist.optimizers._arguments import (
 )
 from mpidist.optimizers._clipping import check_limits
 from mpidist.optimizers._schedules import AssignableRate, LearningRate, Rate, of_step
-from mpidist.optimizers._state import (
-    Block,
-    Numbers,
-    State,
-    counter,
-    find_plan,
-    sum_gradients,
-)
+from mpidist.optimizers._state import Block, Numbers, State, counter
 
 _BUILD: Final = "Optimizer.build"
 _READ_ALONE: Final = (
@@ -572,7 +565,7 @@ class Optimizer:
         state = self._built(APPLY)
         try:  # what can fail on one rank alone
             state.check_known(given.variables, APPLY)
-            plan = find_plan(group, given)
+            plan = state.find_plan(given)
             step = int(array_of(state.iterations).item())
             rate = self._rate(step)
             constants = (
@@ -594,7 +587,7 @@ class Optimizer:
                 text += f", given {summaries} (which are not per replica)"
         except Exception as error:
             collectives.invalid(APPLY, error)
-        sum_gradients(group, plan, Call(text), given)
+        state.sum(plan, Call(text), given)
         # From here on nothing fails on one rank alone.
         state.update(self._step, constants, self._clipping, given)
         state.share(given.variables, f"{APPLY} of {self._name}, sharing the parts")

@@ -257,6 +257,35 @@ class State:
         if limits and "clipvalue" not in limits:
             self._scratch = norm_scratch(arrays)
 
+    def find_plan(self, given: GivenGradients) -> Plan | None:
+        """Return how gradients are summed; None if there is nothing to sum."""
+        if self.group.num_replicas == 1 or not given.summed:
+            return None
+        arrays = [given.arrays[i] for i in given.summed]
+        return self.group.collectives.plans.find(ReduceOp.SUM, arrays, APPLY)
+
+    def sum(self, plan: Plan | None, call: Call, given: GivenGradients) -> None:
+        """Put the sums over the replicas in the gradients' places. Collective.
+
+        Nothing changes before all ranks have agreed.
+
+        Args:
+            plan: from `find_plan`.
+            call: the contents of the header.
+            given: the gradients of this replica.
+        """
+        ops = self.group.custom_ops
+        arrays = [given.arrays[i] for i in given.summed]
+        if plan is not None and ops is None:
+            arrays = plan(arrays, call)
+        else:
+            self.group.guard.agree(call)
+            if ops is not None and arrays:
+                variables = [given.variables[i] for i in given.summed]
+                arrays = _sums_by(ops, self.group, arrays, variables)
+        for place, x in zip(given.summed, arrays, strict=True):
+            given.arrays[place] = x
+
     def update(
         self,
         formula: Formula,
@@ -318,44 +347,6 @@ class State:
                 raise self.group.guard.abandon(None, error) from None
             for x, whole in zip(arrays, gathered, strict=True):
                 x[...] = whole
-
-
-# --- sums of gradients --------------------------------------------------------------
-
-
-def find_plan(group: ReplicaGroup, given: GivenGradients) -> Plan | None:
-    """Return how gradients are summed; None if there is nothing to sum."""
-    collectives = group.collectives
-    if collectives.comm.size == 1 or not given.summed:
-        return None
-    arrays = [given.arrays[i] for i in given.summed]
-    return collectives.plans.find(ReduceOp.SUM, arrays, APPLY)
-
-
-def sum_gradients(
-    group: ReplicaGroup, plan: Plan | None, call: Call, given: GivenGradients
-) -> None:
-    """Put the sums over the replicas in the gradients' places. Collective.
-
-    Nothing changes before all ranks have agreed.
-
-    Args:
-        group: the ranks.
-        plan: from `find_plan`.
-        call: the contents of the header.
-        given: the gradients of this replica.
-    """
-    ops = group.custom_ops
-    arrays = [given.arrays[i] for i in given.summed]
-    if plan is not None and ops is None:
-        arrays = plan(arrays, call)
-    else:
-        group.guard.agree(call)
-        if ops is not None and arrays:
-            variables = [given.variables[i] for i in given.summed]
-            arrays = _sums_by(ops, group, arrays, variables)
-    for place, x in zip(given.summed, arrays, strict=True):
-        given.arrays[place] = x
 
 
 def _sums_by(

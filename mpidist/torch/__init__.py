@@ -8,16 +8,14 @@ not import this module; importing it imports torch.
 
 from mpidist._base.remedies import publish as _publish
 from mpidist.torch._batch_norm import SyncBatchNorm as SyncBatchNorm
-from mpidist.torch._gradients import (
+from mpidist.torch._optimizer import DistributedOptimizer as DistributedOptimizer
+from mpidist.torch._sharding import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from mpidist.torch._tensors import (
     all_reduce as all_reduce,
     all_reduce_gradients as all_reduce_gradients,
-)
-from mpidist.torch._optimizer import DistributedOptimizer as DistributedOptimizer
-from mpidist.torch._parameters import (
     broadcast_optimizer_state as broadcast_optimizer_state,
     broadcast_parameters as broadcast_parameters,
     check_in_sync as check_in_sync,
 )
-from mpidist.torch._sharding import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 _publish(__name__)

@@ -19,8 +19,8 @@ from mpidist._runtime.interruptions import tells
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import compare_in_step
-from mpidist.torch._gradients import BROADCAST, Named, check_op, reduce_gradients
 from mpidist.torch._overlap import Overlap, set_hooks, warn
+from mpidist.torch._tensors import BROADCAST, Named, check_op, reduce_gradients
 
 # `Any` for type checkers: an optimizer around one of another class replaces it in
 # `optimizer = DistributedOptimizer(optimizer)`.

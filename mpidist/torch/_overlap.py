@@ -31,7 +31,7 @@ from mpidist._base.reduce_op import ReduceOp
 from mpidist._runtime import begun
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
-from mpidist.torch._gradients import (
+from mpidist.torch._tensors import (
     FLAGS,
     PRESENT,
     Named,
