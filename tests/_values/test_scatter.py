@@ -163,6 +163,9 @@ def test_vectors_and_more_dimensions(strategy, rank, size):
 
     strategy.run(step)
     assert_mirrored(strategy, v, [*range(size), *[0.0] * (5 - size)])
+    own = strategy.run(lambda: mpidist.IndexedSlices([1.0], [rank % 5]))
+    strategy.run(lambda: v.scatter_add(own))  # closed over, as by `assign`
+    assert_mirrored(strategy, v, [*range(1, size + 1), *[0.0] * (5 - size)])
     assert_mirrored(
         strategy, w, np.array([0.0, 0, size])[:, None, None] * np.ones(4).reshape(2, 2)
     )
