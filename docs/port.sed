@@ -23,14 +23,17 @@ s/\b(AdamW?|RMSprop|SGD)( *)(,|$)/\1 as \1\2\3/g
 s/ import (.*)\b(AdamW?|RMSprop|SGD) as (\w+)(.*)/ import \1\2\4; \3 = \2.of_keras/
 tas
 }
+/[\\[{]$/!s/^(\s*)(\w+) ([-*\/])= (([^()#;]|\(([^()#;]|\(([^()#;]|\([^()#;]*\))*\))*\))+)$/\1\2 = \2 \3 (\4)/
+/[\\[{]$/!s/^(\s*)(\w+) \+= ([^][0-9"'#;()]([^()#;]|\(([^()#;]|\(([^()#;]|\([^()#;]*\))*\))*\))*)$/\1\2 = \2 + (\3)/
 s/\btf\.compat\.v[12]\./tf./g
 s/\btf\.contrib\.distribute\./tf.distribute./g
 s/\bfrom tensorflow\.python\.distribute import values as\b/import mpidist as/
 s/\bfrom tensorflow\.python\.distribute import values( *(#.*)?)$/import mpidist as values\1/
 s/\bfrom tensorflow\.python\.distribute\.values import\b/from mpidist import/
+s/^(\s*)((from|import) tensorflow\.[^(\\]*)$/\1pass  # mpidist has no: \2/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g
-s/\btf\.__version__/mpidist.__version__/g
+s/\btf\.__version__/str(2.21)/g
 s/tf\.__internal__\.distribute\.(interim\.)?/mpidist./g
 s/tf\.types\.experimental\.distributed\./mpidist./g
 s/tf\.data\.experimental\.cardinality\(([^()]*)\)/\1.cardinality()/g
@@ -53,10 +56,14 @@ s/(checkpoint|ckpt)\.write\(/\1.save(/g
 s/(checkpoint|ckpt)\.read\(/\1.restore(/g
 s/tf\.experimental\.Optional\b/mpidist.data.Optional/g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
+s/\btf\.errors\.(Aborted|Unavailable)Error\b/mpidist.CollectiveError/g
+s/\btf\.errors\.InvalidArgumentError\b/ValueError/g
+s/\btf\.errors\.NotFoundError\b/FileNotFoundError/g
 s/\b(tf\.)?keras\.mixed_precision\.(experimental\.)?LossScaleOptimizer\b/mpidist.optimizers.LossScaleOptimizer/g
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
 s/\b(tf\.)?keras\.(models\.)?(Model|layers\.Layer)\b([^(.]|$)/mpidist.Module\4/g
 s/\bisinstance\(([^(),]*), *(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\)/callable(\1)/g
+s/^(\s*class \w+\()(tf\.)?keras\.callbacks\.\w+/\1object/
 s/\b(tf\.)?(keras|tf)\.(optimizers\.schedules\.LearningRateSchedule|callbacks\.Callback)\b/object/g
 s/\b(tf\.)?keras\.backend\.(clear_session|(set_)?learning_phase)\(/(lambda *_: None)(/g
 /\bmomentum *=/!s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\b/mpidist.optimizers.RMSprop/g
@@ -76,6 +83,7 @@ s/\btf\.TensorShape\(/tuple(/g
 s/\b(tf\.)?keras\.utils\.set_random_seed\(/tf.random.set_seed(/g
 s/tf\.random\.set_seed\(([^()]*)\)/mpidist.seed_all(\1, per_rank=False)/g
 s/\btf\.(dtypes\.)?((float|int|uint|complex)[0-9]+)/np.\2/g
+s/(\btf\.(cast|constant|convert_to_tensor|identity)\(([^()]|\(([^()]|\([^()]*\))*\))*), *name=("[^"]*"|'[^']*')/\1/g
 s/\btf\.(cast|constant|convert_to_tensor|identity|stop_gradient)\b/np.array/g
 s/\btf\.Tensor\b/np.ndarray/g
 s/\btf\.clip_by_global_norm\b/mpidist.optimizers.clip_by_global_norm/g
@@ -87,6 +95,7 @@ s/\btf\.nest\./mpidist.nest./g
 s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.expect_partial\(\)/.restore(\1, partial=True)/g
 s/\.save\(file_prefix *= */.save(/g
 s/\.restore\(save_path *= */.restore(/g
+s/(\btf\.(math\.)?reduce_\w+\(([^()]|\([^()]*\))*(\baxis *= *|, *))\[([0-9, -]+)\]/\1(\5,)/g
 s/\btf\.(math\.)?reduce_(all|any|max|mean|min|prod|std|sum)\b/np.\2/g
 s/\bin tf\.range\(/in range(/g
 s/\btf\.(math\.)?(abs|add|ceil|cos|divide|equal|exp|floor|greater|greater_equal|less|less_equal)\b/np.\2/g
@@ -100,7 +109,7 @@ s/\btf\.(argsort|shape|size|sort|squeeze|stack|tensordot|tile|transpose|zeros|ze
 s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
 s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g
 s/\b\w+(\.\w+|\(\))*\.extended\._use_merge_call\(\)/(not mpidist.strategy_supports_no_merge_call())/g
-/^\s*\w+(\.\w+)*\._create_hypers\(\) *(#.*)?$/d
+s/^(\s*)\w+(\.\w+)*\._create_hypers\(\) *(#.*)?$/\1pass/
 s/\._create_(all_weights|slots)\((var_list=)?/.build(/g
 s/\.get_shape\(\)/.shape/g
 s/(^|[^].[:alnum:]_])(\w+(\.\w+|\[[^][]*\])*)\.shape\.as_list\(\)/\1[*\2.shape]/g
@@ -126,7 +135,7 @@ s/\btf\.concat\b/np.concatenate/g
 s/\btf\.fill\b/np.full/g
 s/\btf\.range\b/np.arange/g
 s/\btf\.(math\.)?arg(max|min)\(([^(),]*), *(axis=)?(-?[0-9]+)\)/np.arg\2(\3, axis=\5)/g
-s/\btf\.where\(([^(),]*),/np.where(\1,/g
+s/\btf\.where\((([^(),]|\(([^()]|\([^()]*\))*\))*),/np.where(\1,/g
 s/\btf\.(control_dependencies|device|init_scope|name_scope)\(/contextlib.nullcontext(/g
 s/\btf\.logging\.set_verbosity\(/tf_logging.basicConfig(level=/g
 s/\btf\.(get_logger|logging\.get_logger)\(\)/tf_logging.getLogger("tf")/g
@@ -134,6 +143,8 @@ s/\btf\.logging\.(DEBUG|ERROR|FATAL|INFO|WARN|debug|error|fatal|info|warning)\b/
 s/\btf\.logging\.warn\(/tf_logging.warning(/g
 s/\btf\.config\.(experimental\.)?list_(logical|physical)_devices\(["']TPU["']\)/[]/g
 s/\btf\.config\.(experimental\.)?list_(logical|physical)_devices\(["']CPU["']\)/["CPU:0"]/g
+s/\btf\.config\.(experimental\.)?(Logical|Virtual)DeviceConfiguration\b/(lambda *_, **__: None)/g
+s/\btf\.config\.(experimental\.)?list_(logical|physical)_devices\(\)/["CPU:0"]/g
 s/\btf\.config\.([a-z_]+\.)?(set|run|enable|experimental_run|experimental_connect)_\w+\(/(lambda *_, **__: None)(/g
 s/\btf\.experimental\.async_scope\(/contextlib.nullcontext(/g
 s/\btf\.experimental\.async_clear_error\(\)/None/g

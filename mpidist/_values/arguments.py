@@ -55,21 +55,19 @@ class Attributes:
         """Whether the copies are combined when the variable is read."""
         return self.synchronization is VariableSynchronization.ON_READ
 
-    def require_aggregation(self, how: str) -> None:
-        """Raise a ValueError if nothing says how replicas' values are combined.
+    def no_aggregation(self, how: str) -> ValueError:
+        """Return the error of replicas' values that differ, and are not combined.
 
         Args:
             how: the name of the method of `Variable` that writes them.
         """
-        if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"Variable {self.name!r}.{how}: You must specify an aggregation "
-                "method to update a mirrored variable in a replica context, since each "
-                "replica may have another value. Write `Variable(..., aggregation="
-                "mpidist.VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), "
-                "or assign in cross-replica context: after `strategy.run`, or in a "
-                "`merge_call`"
-            )
+        return ValueError(
+            f"Variable {self.name!r}.{how}: You must specify an aggregation method to "
+            "update a mirrored variable in a replica context, since the replicas' "
+            "values differ. Write `Variable(..., aggregation=mpidist."
+            "VariableAggregation.MEAN)` (or SUM, or ONLY_FIRST_REPLICA), or assign in "
+            "cross-replica context: after `strategy.run`, or in a `merge_call`"
+        )
 
     def require_readable(self) -> None:
         """Raise a ValueError if the copies of an ON_READ variable are not combined."""

@@ -13,7 +13,9 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
+from mpidist._agreement.mismatch import call_of
 from mpidist._base import backend, checksums, indexed_slices
+from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.gpus import Device
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.reduce_op import ReduceOp
@@ -171,12 +173,17 @@ class VariableStorage:
 
     def write(self, how: str, value: Nest) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
-        self.attributes.require_aggregation(how)
-        call = self.describe_call(how)
-        with self.group.guard.checking(call):
+        call, guard = self.describe_call(how), self.group.guard
+        is_combined = self.attributes.aggregation is not VariableAggregation.NONE
+        with guard.checking(call):
             # Treat a PerReplica that the function closes over as an argument.
             prepared = self.prepare(how, own_component(value))
-        self.apply(how, self._combine(prepared, call))
+            number = 0 if is_combined else _number_of(prepared)
+        if is_combined:
+            prepared = self._combine(prepared, call)
+        elif not guard.agree_on(call_of(call), number):
+            raise self.attributes.no_aggregation(how)
+        self.apply(how, prepared)
 
     def _combine(self, own: Any, call: str) -> Any:
         """Combine what the replicas have by the aggregation. Collective."""
@@ -313,3 +320,10 @@ def _share_of(value: Any, replica_id: int, num_replicas: int) -> Any:
     wide = value.dtype if value.dtype.itemsize == 8 else np.dtype(np.int64)
     quotient, rest = np.divmod(value.astype(wide), wide.type(num_replicas))
     return (quotient + (rest > replica_id)).astype(value.dtype)
+
+
+def _number_of(x: Any) -> int:
+    """Return a number that differs if bits of an array or `IndexedSlices` do."""
+    parts = [x.values, x.indices] if isinstance(x, IndexedSlices) else [x]
+    raw = [backend.to_host(backend.value_bytes(part)).tobytes() for part in parts]
+    return fingerprint_of(*raw)

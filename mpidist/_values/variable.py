@@ -329,7 +329,7 @@ class Variable(ArrayLike, Registered):
 
         Raises:
             ValueError: if the shape or dtype does not match, and in a replica context
-                with aggregation NONE.
+                if replicas have other values and the aggregation is NONE.
             CollectiveMismatchError: in cross-replica context, if a plain value is not
                 the same on all ranks.
         """
@@ -378,7 +378,8 @@ class Variable(ArrayLike, Registered):
 
         Raises:
             ValueError: if an index is out of range, or the rows' shape or dtype does
-                not match, and in a replica context with aggregation NONE.
+                not match, and in a replica context if replicas have other rows and
+                the aggregation is NONE.
             TypeError: if it is not an `IndexedSlices`.
             NotImplementedError: for an ON_READ variable.
             CollectiveMismatchError: in cross-replica context, if the rows are not the

@@ -225,6 +225,8 @@ def _padding(value: Any, dtype: DType) -> Any:
 class Unbatch(Derived):
     """The rows of the parent's elements."""
 
+    has_batches = False
+
     def __post_init__(self) -> None:
         size = self.parent.size
         self.inherit(size if size in (0, INFINITE) else UNKNOWN)
@@ -394,6 +396,7 @@ class Interleave(_Pairs, Derived):
     cycle: int
     length: int
     readers: int  # places whose dataset a thread reads ahead
+    has_batches = False  # the function's datasets are known after reading only
 
     def __post_init__(self) -> None:
         self.inherit(0 if self.parent.size == 0 else UNKNOWN)

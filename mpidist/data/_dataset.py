@@ -23,9 +23,9 @@ from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Opt
 from mpidist.data._positions import DatasetIterator
 from mpidist.data._rows import block_of, lists_to_arrays, protected, stack_lists
 from mpidist.data._sources import (
+    Element,
     Generated,
     Range,
-    Rows,
     as_dtype,
     declared,
     slices_of,
@@ -94,7 +94,7 @@ class Dataset(metaclass=_Names):
             name: accepted.
         """
         block = block_of(lists_to_arrays(tensors), "Dataset.from_tensors")
-        return cls(Rows([protected(block.nest())], "1 element", block.spec()))
+        return cls(Element(protected(block.nest()), block.spec()))
 
     @classmethod
     def range(

@@ -248,7 +248,7 @@ def _split_input(
             "context.num_input_pipelines, context.input_pipeline_id)`"
         )
     stage = input_of(dataset, call)
-    if isinstance(dataset, Dataset) and stage.batch_size is None:
+    if isinstance(dataset, Dataset) and not stage.has_batches:
         raise ValueError(
             f"{call}: got {dataset!r}, whose elements are single rows. Call the "
             "`batch` method on the input Dataset in order to be able to split your "

@@ -110,6 +110,15 @@ class Rows(Stage):
         return self._spec
 
 
+class Element(Rows):
+    """One nest of arrays, which is a batch of their rows."""
+
+    has_batches = True
+
+    def __init__(self, element: Nest, spec: Nest) -> None:
+        super().__init__([element], "1 element", spec)
+
+
 class Range(Stage):
     """Numbers with a constant difference; without end for a stop of None."""
 
@@ -167,6 +176,7 @@ class Generated(Stage):
 
     indexed = False
     size = UNKNOWN
+    has_batches = True
 
     def __init__(
         self,

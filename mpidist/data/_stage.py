@@ -97,6 +97,13 @@ class Stage:
     options: Options = Options()
     text: str = ""
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether the first dimension of an element counts rows, as in tf.data."""
+        if self.batch_size is not None:
+            return True
+        return bool(self.parents) and all(x.has_batches for x in self.parents)
+
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         """Return the tokens of elements, if the stage is indexed. Reads nothing.
 

@@ -383,8 +383,7 @@ class Optimizer:
                 already reduced, for example by ``all_reduce``, and the same on all
                 replicas (checked by checksum).
             experimental_aggregate_gradients: the opposite, by its older name in Keras.
-            global_step: a variable to increase by 1 after the step, as in TensorFlow 1;
-                in a replica function it needs an aggregation, ONLY_FIRST_REPLICA.
+            global_step: a variable to increase by 1 after the step, as in TensorFlow 1.
 
         Returns:
             `iterations`, which includes this step.
@@ -413,10 +412,6 @@ class Optimizer:
                 gradients, variables = split_pairs(pairs)
                 found = group_for(variables, self._index, self._group, APPLY)
                 group, is_cross_replica = found
-                if global_step is not None and context.is_in_replica(group):
-                    attributes = storage_of(global_step).attributes
-                    if not attributes.on_read:
-                        attributes.require_aggregation("assign_add")
             except Exception as error:
                 group_among(pairs, self._group).collectives.invalid(APPLY, error)
             skip = skip_gradients_aggregation or not experimental_aggregate_gradients

@@ -654,3 +654,39 @@ def test_update_with_arguments_that_differ(strategy, rank, value):
 
     raises_everywhere(mpidist.CollectiveMismatchError, call)
     assert_mirrored(strategy, v, 0.0 * value)
+
+
+@pytest.mark.parametrize("initial", [1.0, np.ones(20000), np.float32([[1.0]])], ids=str)
+def test_without_an_aggregation_replicas_write_equal_values(
+    strategy, rank, size, initial
+):
+    """Such as a counter; values that differ anywhere are refused."""
+    v = make(strategy, initial, aggregation=NONE)
+    count, rows = make(strategy, 0), make(strategy, [0.0, 0.0, 0.0])
+
+    def step():
+        count.assign_add(1)
+        rows.scatter_add(mpidist.IndexedSlices(np.array([2.0, 3.0]), [1, 1]))
+        v.assign_sub(v * 0.5)
+        v.assign(2 * v.read_value())
+
+    strategy.run(step)
+    assert_mirrored(strategy, count, 1)
+    assert_mirrored(strategy, rows, [0.0, 5.0, 0.0])
+    assert_mirrored(strategy, v, initial)
+    if size == 1:
+        return
+    unlike = np.array(initial)
+    unlike[...,] = 3
+    unlike.flat[unlike.size // 3] += rank == size - 1  # one element, on one rank
+    for message in raises_everywhere(
+        ValueError, lambda: strategy.run(lambda: v.assign(unlike))
+    ):
+        assert "You must specify an aggregation method" in message
+        assert "the replicas' values differ" in message
+    assert_mirrored(strategy, v, initial)
+    raises_everywhere(
+        mpidist.CollectiveMismatchError,
+        lambda: strategy.run(lambda: v.assign(unlike) if rank else None),
+    )
+    assert_mirrored(strategy, v, initial)

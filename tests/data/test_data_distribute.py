@@ -475,6 +475,29 @@ def test_what_is_no_dataset_of_batches(strategy, given, error, message):
         strategy.experimental_distribute_dataset(given)
 
 
+@core
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Dataset.from_tensors(x).repeat(2),
+        lambda x: Dataset.from_generator(lambda: iter([x, x])),
+        lambda x: Dataset.from_tensors(x - 1).map(lambda x: x + 1).shuffle(3).repeat(2),
+        lambda x: Dataset.from_tensors(x).concatenate(Dataset.from_tensors(x).cache()),
+    ],
+    ids=["from_tensors", "from_generator", "map", "concatenate"],
+)
+def test_elements_that_are_batches_already(strategy, rank, size, make):
+    """As in TensorFlow, which splits what `batch` was not called for."""
+    dataset = make(np.arange(7))
+    assert (
+        mine(strategy, strategy.experimental_distribute_dataset(dataset))
+        == [np.arange(7)[slice(*split_as_it_comes(7, size, rank))].tolist()] * 2
+    )
+    for rows in (dataset.unbatch(), dataset.flat_map(Dataset.from_tensors)):
+        with pytest.raises(ValueError, match="whose elements are single rows"):
+            strategy.experimental_distribute_dataset(rows)
+
+
 @pytest.mark.parametrize(
     ("element", "message"),
     [

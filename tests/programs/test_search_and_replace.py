@@ -410,3 +410,61 @@ words = 'https://keras.io/api, see keras.io and keras.__version__'
     # One name for two: this is left to the reader.
     twice = ported("tf.train.Checkpoint(model, step=f(1), model=model)\n", tmp_path)
     assert "(model, step=f(1), model=model)" in twice.read_text()
+
+
+def test_what_programs_beside_the_guides_write(tmp_path):
+    program = """
+import math as math_ops
+import tensorflow as tf
+from tensorflow.keras import mixed_precision
+from tensorflow.python.ops import math_ops as unused
+
+cpus = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(
+    cpus[0], [tf.config.LogicalDeviceConfiguration(memory_limit=9) for _ in range(2)])
+devices = len(tf.config.list_logical_devices())
+version = f"{tf.__version__}", int(tf.__version__.split(".")[0]) < 2
+
+class Stop(tf.keras.callbacks.EarlyStopping):
+  pass
+
+class Wrapped(tf.keras.optimizers.SGD):
+  def _create_hypers(self):
+    self._optimizer._create_hypers()  # pylint: disable=protected-access
+
+def normalize(x, mean):
+  x = tf.reshape(x, [-1, 2])
+  x -= tf.reduce_mean(mean, axis=[0, 1])
+  x *= (2 + tf.size(mean))
+  x /= 2
+  x += tf.where(tf.greater(x, 0.0), x, 0 * x)
+  return x
+
+given = tf.constant([[1.0, 2.0], [3.0, 4.0]], name="given")
+normal = normalize(given, tf.convert_to_tensor([[1.0, 2.0]], "float64", name='mean'))
+names = ["a"]
+same = names
+names += ["b"]
+count = 1
+count += 1
+
+try:
+  tf.train.Checkpoint(v=tf.Variable(1.0)).restore("CHECKPOINTS/none")
+except (tf.errors.AbortedError, tf.errors.UnavailableError, tf.errors.NotFoundError):
+  found = False
+try:
+  tf.Variable(1.0).assign([1.0, 2.0])
+except tf.errors.InvalidArgumentError:
+  fits = False
+"""
+    found: dict[str, object] = {"x": 0}
+    exec(ported(program, tmp_path).read_text(), found)
+    assert (found["devices"], found["version"]) == (1, ("2.21", False))
+    assert (found["Stop"].__base__, found["fits"], found["found"]) == (
+        object,
+        False,
+        False,
+    )
+    assert found["given"].tolist() == [[1.0, 2.0], [3.0, 4.0]]  # unchanged
+    assert found["normal"].tolist() == [[-1.0, 2.0], [6.0, 10.0]]
+    assert (found["same"], found["count"]) == (["a", "b"], 2)

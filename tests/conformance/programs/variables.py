@@ -90,13 +90,7 @@ ON_WRITE: dict[tuple[str, str], Difference] = {
     ("replica_array", "NONE"): differs(
         DIVERGE + " (Older TensorFlow raised here too.)",
         tensorflow=lambda n: written(n, [3.0 + 2 * i for i in range(n)]),
-        mpidist=lambda n: refused(n, "ValueError"),
-    ),
-    ("replica_number", "NONE"): differs(
-        "Without an aggregation mpidist refuses to write a mirrored variable in a "
-        "replica context, even a number, which may differ between replicas.",
-        tensorflow=lambda n: written(n, [4.0] * n),
-        mpidist=lambda n: refused(n, "ValueError"),
+        mpidist=lambda n: refused(n, "ValueError") if n > 1 else written(n, [3.0]),
     ),
     ("replica_number", "SUM"): differs(
         "TensorFlow cannot reduce a Python number; in mpidist it is combined like an "
