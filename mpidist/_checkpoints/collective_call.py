@@ -56,18 +56,15 @@ class CollectiveCall:
         """Check that all ranks do the same. Collective."""
         self.guard.agree(Call(f"{self.name}{text}"))
 
-    def together(self, work: Callable[[], _R], *, scope: bool = True) -> _R:
+    def together(self, work: Callable[[], _R]) -> _R:
         """Run code that may raise on some ranks, and may be collective. Collective.
 
-        All ranks wait until all have finished; if one raised, all raise.
-
-        Args:
-            work: the function to call.
-            scope: whether to call it in the scope of the strategy.
+        In the scope of the strategy. All ranks wait until all have finished; if one
+        raised, all raise.
         """
 
         def body(_: SectionResult) -> _R:
-            with self.scope() if scope else contextlib.nullcontext():
+            with self.scope():
                 return work()
 
         return run_section(self.guard, Call(f"{self.name}, taking part"), body)

@@ -100,56 +100,49 @@ def _entries(objects: MutableMapping[str, Any]) -> Iterator[tuple[str, object]]:
         yield name, Held(objects, name) if guest_items.is_tree(value) else value
 
 
-def _items_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
+def _items_of(name: str, value: object, unmade: Unmade) -> list[Item]:
+    """Return the items of an object; slots of optimizers get the name of the count."""
+    found = list(_parts_of(name, value, unmade))
+    own = {id(x.variable): x for x in found if isinstance(x, VariableItem)}
+    optimizers: Sequence[Any] = ()
+    if isinstance(value, Module):
+        optimizers = built_optimizers(value)
+    elif own and hasattr(value, "__restore_later__"):
+        optimizers = (value,)
+    for optimizer in optimizers:
+        count, *slots = optimizer.variables
+        for slot in slots:
+            own[id(slot)].count = own[id(count)].name
+    return found
+
+
+def _parts_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
     if isinstance(value, Variable):
         yield VariableItem(name, value)
-        return
-    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+    elif isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         yield NumpyGeneratorItem(name, value)
-        return
-    item = guest_items.item_of(name, value)
-    if item is not None:
+    elif item := guest_items.item_of(name, value):
         yield item
-        return
-    nested = _children(name, value)
-    if nested is not None:
+    elif (nested := _children(name, value)) is not None:
         if unmade == "refuse" and isinstance(value, Module):
             unmade = "skip"  # nobody named this object
-        own: dict[int, VariableItem] = {}
         for child_name, child in nested:
-            for one in _items_of(f"{name}/{child_name}", child, unmade):
-                if isinstance(value, Module) and isinstance(one, VariableItem):
-                    own[id(one.variable)] = one
-                yield one
-        for optimizer in built_optimizers(value) if isinstance(value, Module) else ():
-            count, *slots = optimizer.variables
-            for slot in slots:
-                own[id(slot)].count = own[id(count)].name
-        return
-    for get, put in _PAIRS:
-        getter, setter = getattr(value, get, None), getattr(value, put, None)
-        if callable(getter) and callable(setter) and not isinstance(value, type):
-            merge = getattr(value, "merge_states", None)
-            readable = get == "state_dict"
-            yield StateItem(name, getter, setter, merge=merge, readable=readable)
-            return
-    try:
-        variables = getattr(value, "variables", None)
-    except RuntimeError:
-        keep = getattr(value, "__restore_later__", None)
-        if unmade == "later" and keep is not None:
-            yield LaterItem(name, value.__saved_unbuilt__, keep)  # type: ignore[attr-defined]
-        elif unmade != "skip":
-            raise
-        return
-    if isinstance(variables, (list, tuple)):
-        found = list(_variables_of(name, variables))
-        if hasattr(value, "__restore_later__"):
-            for slot in found[1:]:
-                slot.count = found[0].name
-        yield from found
-        return
-    raise TypeError(_explain(name, value))
+            yield from _items_of(f"{name}/{child_name}", child, unmade)
+    elif methods := _state_methods(value):
+        get, put = (getattr(value, method) for method in methods)
+        merge = getattr(value, "merge_states", None)
+        readable = "state_dict" in methods
+        yield StateItem(name, get, put, merge=merge, readable=readable)
+    else:
+        yield from _variables_of(name, value, unmade)
+
+
+def _state_methods(value: object) -> tuple[str, str] | None:
+    """Return the names of the methods that get and set the state of an object."""
+    for pair in () if isinstance(value, type) else _PAIRS:
+        if all(callable(getattr(value, method, None)) for method in pair):
+            return pair
+    return None
 
 
 def _children(name: str, value: object) -> list[tuple[str, object]] | None:
@@ -168,13 +161,25 @@ def _children(name: str, value: object) -> list[tuple[str, object]] | None:
     return None
 
 
-def _variables_of(name: str, variables: Sequence[object]) -> Iterator[VariableItem]:
+def _variables_of(
+    name: str, value: object, unmade: Unmade
+) -> Iterator[VariableItem | LaterItem]:
     """Yield the variables of an optimizer, with names made unique by a number."""
+    try:
+        variables = getattr(value, "variables", None)
+    except RuntimeError:
+        keep = getattr(value, "__restore_later__", None)
+        if unmade == "later" and keep is not None:
+            yield LaterItem(name, value.__saved_unbuilt__, keep)  # type: ignore[attr-defined]
+        elif unmade != "skip":
+            raise
+        return
+    if not isinstance(variables, (list, tuple)):
+        raise TypeError(_explain(name, value))
     used: set[str] = set()
     for variable in variables:
         expected = f"`{name}.variables` to be a list of `mpidist.Variable`"
         expect(isinstance(variable, Variable), "Checkpoint", expected, variable)
-        assert isinstance(variable, Variable)
         own, number = variable.name, 0
         while own in used:
             number += 1

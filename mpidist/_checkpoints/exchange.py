@@ -110,7 +110,7 @@ def _gather(
         return pickle.dumps({array: host_copy(arrays[array]) for array in sent})
 
     # All wait for the end of this: the exchange has no header.
-    data = call.together(dump, scope=False)
+    data = call.together(dump)
     for rank, part in enumerate(call.comm.all_gather_objects(data)):
         others: dict[str, HostArray] = pickle.loads(part)
         arrays |= {_on_rank(array, rank): x for array, x in others.items()}

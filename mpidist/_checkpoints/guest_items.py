@@ -22,8 +22,6 @@ from mpidist._checkpoints.state_json import State
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
 
-_MOST_LINES = 5
-
 
 @dataclasses.dataclass(eq=False)
 class Held:
@@ -45,103 +43,58 @@ def item_of(name: str, value: Any) -> StateItem | None:
     """Return the item of an object of torch, or of a value that is held."""
     if isinstance(value, Held):
         if is_tree(value.get()):
-            return _TreeItem(name, value)
+            return _tree_item(name, value)
         return StateItem(name, value.get, value.set, readable=False)
     torch: Any = guests.library("torch")
     if torch is None:
         return None
     if isinstance(value, torch.nn.Module):
-        return _ModuleItem(name, value)
+        return _module_item(name, value)
     if isinstance(value, torch.optim.Optimizer):
-        return _SharedItem(
+        return StateItem(
             name,
             value.state_dict,
             functools.partial(guests.load_state, value),
             readable=not getattr(value, "state_is_collective", False),
             forget=value.zero_grad,
+            shared=lambda array: True,
         )
     if isinstance(value, torch.Generator):
-        return _TorchGeneratorItem(name, value)
+        return _generator_item(name, value)
     if guests.kind_of(value) == "torch":
-        return _TensorsItem(name, lambda: value, torch.no_grad()(value.copy_))
+        get, put = lambda: value, torch.no_grad()(value.copy_)
+        return StateItem(name, get, put, shared=lambda array: True, is_fixed=True)
     return None
 
 
-class _SharedItem(StateItem):
-    """An object whose tensors are the same on all replicas, such as an optimizer."""
+def _module_item(name: str, module: Any) -> StateItem:
+    """Return the item of a module: its parameters are the same on all replicas."""
 
-    def shared(self, array: str) -> bool:
-        return True
+    def is_parameter(array: str) -> bool:
+        named = module.named_parameters(remove_duplicate=False)
+        return array in {f"{name}/{key}" for key, _ in named}
 
-
-class _TensorsItem(_SharedItem):
-    """A tensor, or several, of given names, dtypes and shapes."""
-
-    def misfit(self, state: State) -> str:
-        return _differences(self.name, self.get(), state)
-
-
-class _ModuleItem(_TensorsItem):
-    """A module: parameters are the same on all replicas, and buffers may differ."""
-
-    def __init__(self, name: str, module: Any) -> None:
-        super().__init__(
-            name,
-            lambda: dict(module.state_dict()),
-            module.load_state_dict,
-            merge=lambda states: states[0],
-            forget=module.zero_grad,
-        )
-        self._module = module
-
-    def shared(self, array: str) -> bool:
-        named = self._module.named_parameters(remove_duplicate=False)
-        return array in {f"{self.name}/{key}" for key, _ in named}
+    return StateItem(
+        name,
+        lambda: dict(module.state_dict()),
+        module.load_state_dict,
+        merge=lambda states: states[0],
+        forget=module.zero_grad,
+        shared=is_parameter,
+        is_fixed=True,
+    )
 
 
-class _TorchGeneratorItem(GeneratorItem):
-    def __init__(self, name: str, generator: Any) -> None:
-        def put(state: State) -> None:
-            generator.set_state(state.cpu())
+def _generator_item(name: str, generator: Any) -> GeneratorItem:
+    def put(state: State) -> None:
+        generator.set_state(state.cpu())
 
-        def stream(seed: np.random.SeedSequence) -> State:
-            (number,) = seed.generate_state(1, np.uint64)
-            new = type(generator)(generator.device)
-            return new.manual_seed(int(number >> 1)).get_state()
+    def stream(seed: np.random.SeedSequence) -> State:
+        (number,) = seed.generate_state(1, np.uint64)
+        new = type(generator)(generator.device)
+        return new.manual_seed(int(number >> 1)).get_state()
 
-        super().__init__(name, generator.get_state, put)
-        self.stream = stream
-
-    def misfit(self, state: State) -> str:
-        return _differences(self.name, self.get(), state)
-
-
-def _differences(name: str, own: State, saved: State) -> str:
-    """Return how saved tensors differ from an object's in names, dtypes and shapes."""
-    if not isinstance(own, dict):
-        own, saved = {"": own}, {"": saved}
-    if not isinstance(saved, dict):
-        return f"{name!r}: expected tensors by name, got {type(saved).__name__}"
-    lines = []
-    for key, x in own.items():
-        at = f"{name}/{key}".removesuffix("/")
-        if key not in saved:
-            lines.append(f"{at!r}: missing in the checkpoint")
-        elif _describe(x) != _describe(saved[key]):
-            lines.append(
-                f"{at!r}: expected {_describe(x)}, got {_describe(saved[key])}"
-            )
-    extra = [key for key in saved if key not in own]
-    lines += [f"{f'{name}/{key}'!r}: only in the checkpoint" for key in extra]
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
-    return "\n  ".join(lines)
-
-
-def _describe(x: Any) -> str:
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-    return type(x).__name__
+    return GeneratorItem(name, generator.get_state, put, is_fixed=True, stream=stream)
 
 
 # --- pytrees of JAX -----------------------------------------------------------------
@@ -162,35 +115,29 @@ def is_tree(value: object) -> bool:
     )
 
 
-class _TreeItem(_TensorsItem):
-    """A pytree: its leaves by path, the same on all replicas but for random keys."""
+def _tree_item(name: str, held: Held) -> StateItem:
+    """Return the item of a pytree: its leaves by path, equal but for random keys."""
+    jax: Any = guests.library("jax")
 
-    def __init__(self, name: str, held: Held) -> None:
-        super().__init__(name, self._get, self._put)
-        self._held = held
-
-    def _leaves(self) -> dict[str, Any]:
-        jax: Any = guests.library("jax")
-        found, _ = jax.tree_util.tree_flatten_with_path(self._held.get())
+    def leaves() -> dict[str, Any]:
+        found, _ = jax.tree_util.tree_flatten_with_path(held.get())
         return {"/".join(map(_key, path)): x for path, x in found}
 
-    def _get(self) -> State:
-        jax: Any = guests.library("jax")
+    def get() -> State:
         return {
             path: jax.random.key_data(x) if _is_random_key(x) else x
-            for path, x in self._leaves().items()
+            for path, x in leaves().items()
         }
 
-    def _put(self, state: State) -> None:
-        jax: Any = guests.library("jax")
-        structure = jax.tree_util.tree_structure(self._held.get())
-        new = [_like(x, state[path]) for path, x in self._leaves().items()]
-        self._held.set(jax.tree_util.tree_unflatten(structure, new))
+    def put(state: State) -> None:
+        structure = jax.tree_util.tree_structure(held.get())
+        new = [_like(x, state[path]) for path, x in leaves().items()]
+        held.set(jax.tree_util.tree_unflatten(structure, new))
 
-    def shared(self, array: str) -> bool:
-        return not _is_random_key(
-            self._leaves().get(array.removeprefix(f"{self.name}/"))
-        )
+    def shared(array: str) -> bool:
+        return not _is_random_key(leaves().get(array.removeprefix(f"{name}/")))
+
+    return StateItem(name, get, put, shared=shared, is_fixed=True)
 
 
 def _is_random_key(x: Any) -> bool:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from mpidist._base.variable_enums import VariableAggregation, VariableSynchroniz
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json, Packed, State
 from mpidist._values.variable import Variable
+
+_MOST_LINES: Final = 5
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,6 +69,8 @@ class StateItem:
         readable: whether `get` may be called when the checkpoint is made: it does not
             communicate.
         forget: drops what an object has beside its state, its gradients; None: nothing.
+        shared: whether an array of this name must be the same on all replicas.
+        is_fixed: whether the names, dtypes and shapes of its tensors do not change.
     """
 
     kind: ClassVar[str] = "object"
@@ -76,6 +80,8 @@ class StateItem:
     merge: Callable[[list[State]], State] | None = None
     readable: bool = True
     forget: Callable[[], object] | None = None
+    shared: Callable[[str], bool] = frozenset[str]().__contains__
+    is_fixed: bool = False
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"
@@ -87,10 +93,6 @@ class StateItem:
     def copy(self) -> State:
         """Return a copy of the state, which does not change with the object."""
         return _copied(self.get())
-
-    def shared(self, array: str) -> bool:
-        """Return whether an array of this name must be the same on all replicas."""
-        return False
 
     def refuse(self, values: list[Json]) -> str:
         """Return why the saved states cannot be set, or "". Called on rank 0.
@@ -106,9 +108,10 @@ class StateItem:
 
     def misfit(self, state: State) -> str:
         """Return why a state cannot be set, or "". Called on each rank."""
-        return ""
+        return _differences(self.name, self.get(), state) if self.is_fixed else ""
 
 
+@dataclasses.dataclass(eq=False)
 class GeneratorItem(StateItem):
     """A random generator.
 
@@ -209,3 +212,29 @@ def _copied(state: State) -> State:
     if isinstance(state, np.ndarray):
         return state.copy()
     return state.clone() if guests.kind_of(state) == "torch" else state
+
+
+def _differences(name: str, own: State, saved: State) -> str:
+    """Return how saved tensors differ from an object's in names, dtypes and shapes."""
+    if not isinstance(own, dict):
+        own, saved = {"": own}, {"": saved}
+    if not isinstance(saved, dict):
+        return f"{name!r}: expected tensors by name, got {type(saved).__name__}"
+    lines = []
+    for key in {**own, **saved}:
+        at = f"{name}/{key}".removesuffix("/")
+        if key not in saved:
+            lines.append(f"{at!r}: missing in the checkpoint")
+        elif key not in own:
+            lines.append(f"{at!r}: only in the checkpoint")
+        elif (here := _describe(own[key])) != (there := _describe(saved[key])):
+            lines.append(f"{at!r}: expected {here}, got {there}")
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more"]
+    return "\n  ".join(lines)
+
+
+def _describe(x: Any) -> str:
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return type(x).__name__

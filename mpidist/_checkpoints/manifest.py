@@ -6,6 +6,7 @@ every entry, before anything is allocated.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -13,16 +14,14 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import Final, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 from mpidist._base.errors import CheckpointError, damaged_checkpoint
 from mpidist._base.types import Shape
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json
 from mpidist._version import __version__
-
-_T = TypeVar("_T")
 
 MANIFEST: Final = "manifest.json"
 ARRAY_FILE: Final = re.compile(r"arrays-(\d+)\.(npz|safetensors)")
@@ -148,8 +147,9 @@ def _parse(data: bytes, path: str) -> Manifest:
         )
     try:
         content = json.loads(text)
-        kind, version = _entry(content, str, "format"), _entry(content, int, "version")
-        if kind == _KIND and version in (2, _VERSION):
+        with _entry(content, "version") as version:
+            _require(type(version) is int and type(content.get("format")) is str)
+        if content["format"] == _KIND and version in (2, _VERSION):
             return _manifest_of(content)
     except Exception as error:  # whatever its contents lead to, RecursionError too
         raise malformed(path, str(error) or type(error).__name__) from error
@@ -169,73 +169,58 @@ def malformed(path: str, problem: str) -> CheckpointError:
     )
 
 
-def _entry(content: Json, kind: type[_T], *keys: str) -> _T:
-    """Return ``content[key][key]...``; raise if there is none of that type."""
-    value = content
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    _require(type(value) is kind, f"to be of type {kind.__name__}", value, *keys)
-    return value
+@contextlib.contextmanager
+def _entry(content: Json, key: str) -> Iterator[Json]:
+    """Yield an entry of a dictionary; what reads it raises if it cannot be."""
+    value = content.get(key)
+    try:
+        yield value
+    except Exception as error:  # whatever its contents lead to
+        problem = str(error) or type(error).__name__
+        text = f"the entry [{key!r}] is {value!r:.80}: {problem}"
+        raise ValueError(text) from error
 
 
-def _require(fits: object, expected: str, found: object, *keys: str) -> None:
+def _require(fits: object) -> None:
     if not fits:
-        where = "".join(f"[{key!r}]" for key in keys)
-        raise ValueError(f"expected the entry {where} {expected}, got {found!r:.80}")
+        raise ValueError("no checkpoint has that")
 
 
 def _manifest_of(content: Json) -> Manifest:
-    replicas = _entry(content, int, "replicas")
-    _require(replicas > 0, "to be at least 1", replicas, "replicas")
-    saved_at = _entry(content, int, "saved_at_ns")
-    _require(0 <= saved_at < 2**63, "to be a time in ns", saved_at, "saved_at_ns")
-    file = _entry(content, str, "file")  # and not ../elsewhere
-    expected = "to be the name of an array file"
-    _require(ARRAY_FILE.fullmatch(file), expected, file, "file")
+    with _entry(content, "replicas") as replicas:
+        _require(type(replicas) is int and replicas > 0)
+    with _entry(content, "saved_at_ns") as saved_at:
+        _require(type(saved_at) is int and 0 <= saved_at < 2**63)
+    with _entry(content, "file") as file:
+        _require(ARRAY_FILE.fullmatch(file))  # and not ../elsewhere
     arrays: dict[str, Part] = {}
-    for name in _entry(content, dict, "arrays"):
-        arrays[name] = _part(content, end_of(arrays), "arrays", name)
-    states = _entry(content, dict, "states")
-    for name in states:
-        values = _entry(content, list, "states", name)
-        expected = f"to have one value, or {replicas}"
-        _require(len(values) in (1, replicas), expected, values, "states", name)
-        for value in values:
-            _check_state(name, value, arrays)
-    rest = _part(content, end_of(arrays), "rest")
+    with _entry(content, "arrays") as entries:
+        for name in entries:
+            with _entry(entries, name) as entry:
+                arrays[name] = _part(entry, end_of(arrays))
+    with _entry(content, "states") as states:
+        for name in states:
+            with _entry(states, name) as values:
+                _require(type(values) is list and len(values) in (1, replicas))
+                for value in values:
+                    state_json.unpack(value, lambda _, array, device: arrays[array])
+    with _entry(content, "rest") as entry:
+        rest = _part(entry, end_of(arrays))
     return Manifest(replicas, saved_at, file, arrays, rest, states)
 
 
-def _part(content: Json, start: int, *at: str) -> Part:
-    """Return a part of the file; of an array, or what is after all."""
-    end = _entry(content, int, *at, "end")
-    found = _entry(content, int, *at, "start"), end
-    _require(found[0] == start <= end, f"to start at {start}", found, *at)
-    crc32 = _entry(content, str, *at, "crc32")
-    if at == ("rest",):
-        return Part(start, end, crc32)
-    dtype = _entry(content, str, *at, "dtype")
-    _require(_DTYPE.fullmatch(dtype), "to be a dtype", dtype, *at, "dtype")
-    shape = _entry(content, list, *at, "shape")
-    is_shape = len(shape) <= _MOST_DIMENSIONS and (
-        all(type(length) is int and length >= 0 for length in shape)
-        and math.prod(length or 1 for length in shape) < 2**48
-    )
-    _require(is_shape, "to be a shape", shape, *at, "shape")
-    nbytes = _entry(content, int, *at, "nbytes")
+def _part(entry: Json, begin: int) -> Part:
+    """Return a part of the file that begins there; "rest" is one without an array."""
+    part = Part(**{**entry, "shape": tuple(entry.get("shape", (0,)))})
+    lengths = part.shape
+    numbers = part.start, part.end, part.nbytes, *lengths
+    _require(all(type(n) is int and n >= 0 for n in numbers) and part.start == begin)
+    _require(type(part.crc32) is str and _DTYPE.fullmatch(part.dtype))
+    _require(math.prod(n or 1 for n in lengths) < 2**48)
+    _require(len(lengths) <= _MOST_DIMENSIONS)
     # At least one byte for each element, so no array is larger than the file.
-    fits = math.prod(shape) <= nbytes <= end - start
-    expected = f"to be the size of {dtype} {tuple(shape)}, inside its part"
-    _require(fits, expected, nbytes, *at, "nbytes")
-    return Part(start, end, crc32, dtype, tuple(shape), nbytes)
-
-
-def _check_state(name: str, value: Json, arrays: Mapping[str, Part]) -> None:
-    try:
-        state_json.unpack(value, lambda library, array, device: arrays[array])
-    except Exception as error:
-        expected = f"to be the JSON of a state ({type(error).__name__}: {error})"
-        _require(False, expected, value, "states", name)
+    _require(math.prod(lengths) <= part.nbytes <= part.end - begin)
+    return part
 
 
 def checkpoints_in(directory: str) -> list[str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -134,16 +135,16 @@ class PreemptionCheckpointHandler:
         self._manager = manager
         self._objects = objects_of(manager.checkpoint)
         self._calls = 0
-        counter = SimpleNamespace(state=lambda: self._calls, restore=self._set_calls)
+        put = functools.partial(setattr, self, "_calls")
+        counter = SimpleNamespace(state=lambda: self._calls, restore=put)
         self._objects.by_name[_COUNTER] = counter
         manager.restore_or_initialize()
         self._told_at: float | None = None
         self._previous: dict[int, _Handler] = {}
         if watches:
-            self._watch()
-
-    def _set_calls(self, calls: int) -> None:
-        self._calls = calls
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._told)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     @property
     def total_run_calls(self) -> int:
@@ -185,8 +186,8 @@ class PreemptionCheckpointHandler:
         state = call.attempt(self._look)
         call.guard.agree_on(Call(call.name), largest=state)
         state = call.guard.largest
-        if state != _GO_ON and self._told_at is None:
-            self._told_at = time.monotonic()
+        if state != _GO_ON:
+            self._told()
         if state != _TIME_IS_UP:
             return
         try:
@@ -198,12 +199,15 @@ class PreemptionCheckpointHandler:
             call.on_rank_0(lambda: warnings.warn(text, RuntimeWarning, stacklevel=2))
         forget_interval(self._manager)
         save = self._config.save_fn or self._manager.save
-        call.together(lambda: save(*args, **kwargs), scope=False)
+        call.together(lambda: save(*args, **kwargs))
         call.wait_for_save()
         call.on_rank_0(_tell_the_batch_script)
         self._told_at = None
         if self._config.exit_fn is not None:
-            self._unwatch()
+            for number, previous in self._previous.items():
+                with contextlib.suppress(TypeError):  # None: not set from Python
+                    signal.signal(number, previous)
+            self._previous = {}
             self._config.exit_fn()
         else:
             for number in self._previous:  # of launchers, when the first rank leaves
@@ -213,26 +217,15 @@ class PreemptionCheckpointHandler:
     def _look(self) -> int:
         watcher = self._config.termination_watcher_fn
         if self._told_at is None and watcher is not None and watcher():
-            self._told_at = time.monotonic()
+            self._told()
         if self._told_at is None:
             return _GO_ON
         waited = time.monotonic() - self._told_at
         return _TIME_IS_UP if waited >= (self._config.grace_period or 0.0) else _TOLD
 
-    def _watch(self) -> None:
-        def told(number: int, frame: FrameType | None) -> None:
-            if self._told_at is None:
-                self._told_at = time.monotonic()
-
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, told)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    def _unwatch(self) -> None:
-        for number, previous in self._previous.items():
-            with contextlib.suppress(TypeError):  # None: not set from Python
-                signal.signal(number, previous)
-        self._previous = {}
+    def _told(self, number: int = 0, frame: FrameType | None = None) -> None:
+        if self._told_at is None:
+            self._told_at = time.monotonic()
 
 
 def _tell_the_batch_script() -> None:

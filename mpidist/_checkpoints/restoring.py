@@ -72,21 +72,23 @@ def fit(
     fits = partial and (len(wrong) < len(found) or not items)
     if not wrong and (fits or not (missing or unexpected)):
         return found, (missing, unexpected)
-    if fits:
-        missing, unexpected = [], []
-    lines = [f"{call.name}: the checkpoint {reader.path!r} does not fit:", *wrong]
-    if missing:
+    lines, hint = [*wrong], ""
+    if missing and not fits:
         lines.append(f"missing in the checkpoint: {listed(missing)}")
-    if unexpected:
+    if unexpected and not fits:
         lines.append(f"only in the checkpoint: {listed(unexpected)}")
-    hints = []
     if partial:
-        hints.append("Nothing of it is among the objects, whatever `partial` says.")
+        hint = "Nothing of it is among the objects, whatever `partial` says. "
     elif missing or unexpected:
-        hints.append("Write `partial=True` to restore what both have.")
-    raise CheckpointError(
-        "\n  ".join(lines) + "\n" + " ".join([*hints, "Nothing was changed."])
-    )
+        hint = "Write `partial=True` to restore what both have. "
+    raise _unfit(call, f" {reader.path!r}", lines, hint)
+
+
+def _unfit(
+    call: CollectiveCall, path: str, lines: list[str], hint: str = ""
+) -> CheckpointError:
+    listing = "\n  ".join([f"{call.name}: the checkpoint{path} does not fit:", *lines])
+    return CheckpointError(f"{listing}\n{hint}Nothing was changed.")
 
 
 def listed(names: list[str]) -> str:
@@ -147,8 +149,7 @@ def choose(
         if problem := item.misfit(state):
             wrong.append(problem)
     if wrong:
-        lines = "\n  ".join([f"{call.name}: the checkpoint does not fit:", *wrong])
-        raise CheckpointError(f"{lines}\nNothing was changed.")
+        raise _unfit(call, "", wrong)
     return chosen
 
 
@@ -222,7 +223,7 @@ def share(
     def allocate() -> dict[str, HostArray]:
         return arrays or {name: np.empty(x[1], x[0]) for name, x in kinds.items()}
 
-    arrays = call.together(allocate, scope=False)
+    arrays = call.together(allocate)
     with call.guard.payload():
         for name in kinds:
             if arrays[name].size:
@@ -271,7 +272,7 @@ def put(
             )
         return values, choose(call, items, states, arrays, apart)
 
-    values, chosen = call.together(prepare, scope=False)
+    values, chosen = call.together(prepare)
     arrays.clear()
 
     def assign() -> None:  # without allocating

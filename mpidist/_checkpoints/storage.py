@@ -36,7 +36,6 @@ import collections.abc
 import json
 import math
 import os
-import re
 import time
 import weakref
 import zipfile
@@ -49,7 +48,7 @@ import numpy as np
 from mpidist._base import backend, guests
 from mpidist._base.errors import CheckpointError, damaged_checkpoint
 from mpidist._base.remedies import explain_attributes
-from mpidist._base.types import DType, HostArray
+from mpidist._base.types import HostArray
 from mpidist._checkpoints import manifest as manifests, state_json
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.manifest import MANIFEST, Manifest, Part
@@ -59,6 +58,18 @@ CHUNK_BYTES: Final = 2**23
 FileFormat = Literal["npz", "safetensors"]
 _Written = Iterator[tuple[str, HostArray]]
 
+_BITS: Final = (8, 16, 32, 64)
+# Its names of dtypes.
+_SAFETENSORS: Final = {
+    **{
+        f"{kind}int{n}": f"{kind or 'i'}{n}".upper()
+        for kind in ("", "u")
+        for n in _BITS
+    },
+    **{f"float{n}": f"F{n}" for n in (16, 32, 64)},
+    "bfloat16": "BF16",
+    "bool": "BOOL",
+}
 _NOTHING: Final = memoryview(b"")
 
 
@@ -101,21 +112,11 @@ def check_format(arrays: Mapping[str, Stored], file_format: object) -> None:
             f"{file_format!r}"
         )
     for name, x in arrays.items():
-        if file_format == "safetensors" and not _safetensors_name(x.dtype):
+        if file_format == "safetensors" and x.dtype.name not in _SAFETENSORS:
             raise ValueError(
                 f"Checkpoint.save: {name!r} is {x.dtype.name} {tuple(x.shape)}, and "
                 f'safetensors has no dtype {x.dtype.name}; write `format="npz"`'
             )
-
-
-def _safetensors_name(dtype: DType) -> str:
-    """Return the name of a dtype in safetensors, such as "BF16"; "" if it has none."""
-    if dtype.name == "bool":
-        return "BOOL"
-    found = re.fullmatch(r"(uint|int|bfloat|float)(8|16|32|64)", dtype.name)
-    if found is None:
-        return ""
-    return {"uint": "U", "int": "I", "bfloat": "BF", "float": "F"}[found[1]] + found[2]
 
 
 def _write_npz(file: IO[bytes], arrays: Mapping[str, Stored]) -> _Written:
@@ -135,7 +136,7 @@ def _write_safetensors(file: IO[bytes], arrays: Mapping[str, Stored]) -> _Writte
     for name, x in arrays.items():
         start, end = end, end + int(x.nbytes)
         entries[name] = {
-            "dtype": _safetensors_name(x.dtype),
+            "dtype": _SAFETENSORS[x.dtype.name],
             "shape": list(x.shape),
             "data_offsets": [start, end],
         }

@@ -19,8 +19,15 @@ import mpidist
 from mpidist import ReplicaContext
 from mpidist._base.types import HostArray
 from mpidist._cli import facts
-from mpidist._cli.bench_timing import Bench, Row, parse_size, show_seconds, show_size
-from mpidist._cli.job import Job
+from mpidist._cli.bench_timing import (
+    Bench,
+    Row,
+    line_of,
+    parse_size,
+    show_seconds,
+    show_size,
+)
+from mpidist._cli.facts import Job
 from mpidist._cli.speaking import Parser, UsageError, positive_seconds, say
 
 ABOUT: Final = "time mpidist against raw mpi4py, on these ranks"
@@ -282,7 +289,7 @@ def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
         parser.error(f"argument NAME: expected one of {known}, got {unknown[0]!r}")
     job = Job()
     _write(job, given.json, "", "a")
-    run = Bench(job, given.sizes, given.seconds, quick=given.quick, show=_print_row)
+    run = Bench(job, given.sizes, given.seconds, quick=given.quick)
     chosen = [cases[name] for name in dict.fromkeys(given.names or cases)]
     text = json.dumps(_measure(run, chosen), indent=1)
     _write(job, given.json, text, "w")
@@ -310,7 +317,7 @@ def _measure(run: Bench, cases: Iterable[Case]) -> dict[str, Any]:
         f"{header(record)}\nthe first MPIStrategy: {show_seconds(run.first_seconds)}, "
         f"{run.first_files} more open files per rank\n"
     )
-    say(_line("work", "bytes", "raw", "mpidist", "ratio"))
+    say(line_of("work", "bytes", "raw", "mpidist", "ratio"))
     say("-" * 74)
     for case in cases:
         case(run)
@@ -342,10 +349,10 @@ def _facts(run: Bench) -> dict[str, Any]:
         "nodes": run.nodes,
         "simulated": run.nodes > len(job.nodes),
         "crowded": run.crowded,
-        "machine": facts.machine_facts(),
-        "software": facts.software_facts(job.mpi),
+        "machine": job.mine["machine"],
+        "software": job.mine["software"],
         "transports": facts.transport_facts(run.strategy),
-        "environment": facts.environment_facts(),
+        "environment": job.mine["environment"],
         "strategy": {"seconds": run.first_seconds, "files": run.first_files},
     }
 
@@ -355,7 +362,7 @@ def header(record: Mapping[str, Any]) -> str:
     machine, software = record["machine"], record["software"]
     kind = "simulated nodes" if record["simulated"] else "nodes"
     nodes = "" if record["nodes"] == 1 else f" on {record['nodes']} {kind}"
-    ranks = f"{record['ranks']} rank{'s' * (record['ranks'] != 1)}{nodes}"
+    ranks = f"{facts.counted(record['ranks'], 'rank')}{nodes}"
     return (
         f"mpidist {software['mpidist']}: {ranks}; {record['date']}\n"
         f"{software['mpi']}, mpi4py {software['mpi4py']}, NumPy {software['numpy']}, "
@@ -364,13 +371,3 @@ def header(record: Mapping[str, Any]) -> str:
         f"{machine['processor']}\n"
         f"host arrays: {record['transports']['host']['text']}"
     )
-
-
-def _line(work: str, *cells: str) -> str:
-    return f"{work:<30}" + "".join(f"{cell:>11}" for cell in cells)
-
-
-def _print_row(row: Row) -> None:
-    size = "" if row.nbytes is None else show_size(row.nbytes)
-    times = [show_seconds(t.median) + "~" * t.is_noisy for t in (row.raw, row.ours)]
-    say(_line(row.work, size, *times, f"{row.ratio:.2f}"))

@@ -26,8 +26,8 @@ import numpy as np
 
 import mpidist
 from mpidist._base.types import HostArray
-from mpidist._cli.facts import is_crowded
-from mpidist._cli.job import Job, WrongResultError
+from mpidist._cli.facts import Job, WrongResultError
+from mpidist._cli.speaking import say
 from mpidist._strategy.strategy import group_of
 
 _KIB: Final = 2**10
@@ -86,7 +86,6 @@ class Bench:
         sizes: sizes in bytes for all_reduce and all_gather; None: the defaults.
         seconds: about how long a row of the table takes.
         quick: whether to take few samples, and leave out large work.
-        show: called with each row, on all ranks.
 
     Attributes:
         strategy: a strategy with all defaults, on host memory.
@@ -105,12 +104,10 @@ class Bench:
         seconds: float = 1.0,
         *,
         quick: bool = False,
-        show: Callable[[Row], None] = lambda row: None,
     ) -> None:
         """Make the strategy. Collective."""
         self.job = job
-        self.crowded = is_crowded(job)
-        self._show = show
+        self.crowded = job.crowded
         job.slowest([0.0])  # connects ranks that are not connected yet
         files = _count_open_files()
         job.comm.Barrier()
@@ -189,9 +186,11 @@ class Bench:
         self.add(Row(bench, work or bench, nbytes, *self.measure([raw, ours])))
 
     def add(self, row: Row) -> None:
-        """Add a row, and show it."""
+        """Add a row, and print it."""
         self.rows.append(row)
-        self._show(row)
+        size = "" if row.nbytes is None else show_size(row.nbytes)
+        times = [show_seconds(t.median) + "~" * t.is_noisy for t in (row.raw, row.ours)]
+        say(line_of(row.work, size, *times, f"{row.ratio:.2f}"))
 
     def measure(
         self, calls: Sequence[Call], after: Call | None = None, times: float = 1.0
@@ -256,6 +255,11 @@ class Bench:
             "there is less free memory."
         )
         return False
+
+
+def line_of(work: str, *cells: str) -> str:
+    """Return a line of the table."""
+    return f"{work:<30}" + "".join(f"{cell:>11}" for cell in cells)
 
 
 def _cycle(count: int, factor: int) -> HostArray:

@@ -16,10 +16,9 @@ from typing import Final, TypeVar
 import numpy as np
 
 import mpidist
-from mpidist import _native
 from mpidist._base.types import HostArray, Nest
 from mpidist._cli import facts, system_checks
-from mpidist._cli.job import FAILED, OK, CheckFailedError, Job, Note, attempt
+from mpidist._cli.facts import FAILED, OK, CheckFailedError, Finding, Job, attempt, ok
 from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
 from mpidist._mpi import versions
 from mpidist._mpi.library import query_cuda_support
@@ -72,58 +71,61 @@ class _Job(Job):
         return found[0]
 
 
-def _ranks(job: _Job) -> str:
+def _ranks(job: _Job) -> Finding:
     """Check that the ranks find each other."""
-    alone = facts.describe_stranger(job.size)
-    if alone:
+    if alone := facts.describe_stranger(job.size):
         wrong, _, advice = alone.partition(" is alone: ")
         raise CheckFailedError(f"{wrong} is alone", advice)
     total = job.comm.allreduce(job.rank)
     if total != job.size * (job.size - 1) // 2:
         raise CheckFailedError(f"the sum of all ranks is {total}", _LIBRARY)
     more = "; start more with mpirun -n N" if job.size == 1 else ""
-    nodes = f"{len(job.nodes)} node{'s' * (len(job.nodes) != 1)}"
-    return f"{job.size} rank{'s' * (job.size != 1)} on {nodes}{more}"
+    nodes = facts.counted(len(job.nodes), "node")
+    return ok(f"{facts.counted(job.size, 'rank')} on {nodes}{more}")
 
 
-def _versions(job: _Job) -> str | Note:
+def _versions(job: _Job) -> Finding:
     """Check that all ranks have the same software, and round alike."""
-    states = job.comm.allgather(versions.floating_point_state())
-    mine = {**facts.software_facts(job.mpi), **versions.describe()}
-    _compare(job, mine, versions.ADVICE)
-    floats = versions.floats_that_differ(states)
+    mine = {**job.mine["software"], **versions.describe()}
+    for one in ("native_core", "executable"):  # which may differ
+        del mine[one]
+    _compare(mine, job.from_root(mine), versions.ADVICE)
+    floats = versions.floats_that_differ([one["floats"] for one in job.facts])
     if floats:
-        return Note(floats, "import the same libraries on all ranks")
-    return f"{mine['mpi']}, mpi4py {mine['mpi4py']}, NumPy {mine['numpy']}"
+        return Finding(floats, "import the same libraries on all ranks")
+    return ok(f"{mine['mpi']}, mpi4py {mine['mpi4py']}, NumPy {mine['numpy']}")
 
 
-def _settings(job: _Job) -> str:
+def _settings(job: _Job) -> Finding:
     """Check that all ranks have the same environment variables."""
-    mine = facts.environment_facts()
-    mine.pop("MPIDIST_TRACE", None)  # which some ranks alone may have
-    _compare(job, mine, _EXPORT)
-    return ", ".join(f"{k}={v}" for k, v in mine.items()) or "none set"
+    mine, first = (
+        {
+            name: value
+            for name, value in one["environment"].items()
+            if name.startswith("MPIDIST_") and name != "MPIDIST_TRACE"  # of some alone
+        }
+        for one in (job.mine, job.facts[0])
+    )
+    _compare(mine, first, _EXPORT)
+    return ok(", ".join(f"{k}={v}" for k, v in mine.items()) or "none set")
 
 
-def _compare(job: Job, mine: dict[str, str], advice: str) -> None:
-    """Raise for the first fact that is not that of rank 0. Collective."""
-    for key, wrong in facts.differences(mine, job.from_root(mine), "here").items():
+def _compare(mine: dict[str, str], first: dict[str, str], advice: str) -> None:
+    """Raise for the first fact that is not that of rank 0."""
+    for key, wrong in facts.differences(mine, first, "here").items():
         raise CheckFailedError(wrong, advice.replace("KEY", key))
 
 
-def _strategy(job: _Job) -> str:
+def _strategy(job: _Job) -> Finding:
     """Make a strategy."""
-    job.made = mpidist.MPIStrategy(
-        communication_options=mpidist.experimental.CommunicationOptions(
-            timeout_seconds=job.timeout
-        )
-    )
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=job.timeout)
+    job.made = mpidist.MPIStrategy(communication_options=options)
     host = facts.transport_facts(job.made)["host"]["text"]
     where = job.made.extended.worker_devices[0].partition("device:")[2]
-    return f"arrays on {where}, host arrays: {host}"
+    return ok(f"arrays on {where}, host arrays: {host}")
 
 
-def _all_reduce(job: _Job) -> str:
+def _all_reduce(job: _Job) -> Finding:
     """Reduce arrays of several dtypes and sizes."""
     size, rank = job.size, job.rank
     factor = size * (size + 1) // 2
@@ -144,20 +146,20 @@ def _all_reduce(job: _Job) -> str:
             raise CheckFailedError(f"the sum of {name} is wrong")
     if largest != size - 1 or mean != (size - 1) / 2:
         raise CheckFailedError(f"MAX of the ranks is {largest}, MEAN is {mean}")
-    return f"SUM of {', '.join(cases)}; MAX, MEAN"
+    return ok(f"SUM of {', '.join(cases)}; MAX, MEAN")
 
 
-def _gather(job: _Job) -> str:
+def _gather(job: _Job) -> Finding:
     """Gather arrays of different lengths."""
     rank, size = job.rank, job.size
     expected = np.concatenate([np.full(r + 1, r) for r in range(size)])
     found = job.run(lambda ctx: ctx.all_gather(np.full(rank + 1, rank), 0))
     if not np.array_equal(found, expected):
         raise CheckFailedError(f"got {found.tolist()!r:.60}")
-    return f"{len(expected)} rows of {size} ranks"
+    return ok(f"{len(expected)} rows of {size} ranks")
 
 
-def _merge_call(job: _Job) -> str:
+def _merge_call(job: _Job) -> Finding:
     """Have rank 0 command the others, and update a variable."""
     strategy, rank, size = job.strategy, job.rank, job.size
     with strategy.scope():
@@ -183,10 +185,10 @@ def _merge_call(job: _Job) -> str:
         raise CheckFailedError(f"rank 0 found {total}, expected {expected}")
     if len(calls) != (rank == 0):
         raise CheckFailedError("merge_fn did not run once, on rank 0 alone")
-    return "merge_fn ran once, on rank 0; a variable was updated on all"
+    return ok("merge_fn ran once, on rank 0; a variable was updated on all")
 
 
-def _training(job: _Job) -> str:
+def _training(job: _Job) -> Finding:
     """Take one step with an optimizer."""
     strategy, size = job.strategy, job.size
     with strategy.scope():
@@ -197,28 +199,28 @@ def _training(job: _Job) -> str:
     if not np.allclose(w.numpy(), 0.5):
         raise CheckFailedError(f"the weights are {w.numpy()[:3]} ...")
     mpidist.check_in_sync(w)
-    return "the copies of the weights are in sync"
+    return ok("the copies of the weights are in sync")
 
 
-def _mismatch(job: _Job) -> str:
+def _mismatch(job: _Job) -> Finding:
     """Make calls that differ: an error on all ranks."""
     last = job.size - 1
     if last == 0:
-        return "not tried: there is one rank"
+        return ok("not tried: there is one rank")
     if not group_of(job.strategy).guard.enabled:
-        return "not tried: MPIDIST_GUARD=0"
+        return ok("not tried: MPIDIST_GUARD=0")
     try:  # one element more on the last rank
         rows = np.ones(3 + (job.rank == last))
         job.run(lambda ctx: ctx.all_reduce("SUM", rows))
     except mpidist.CollectiveMismatchError:
-        return "CollectiveMismatchError on all ranks"
+        return ok("CollectiveMismatchError on all ranks")
     raise CheckFailedError("arrays of different shapes were added without an error")
 
 
-def _exception(job: _Job) -> str:
+def _exception(job: _Job) -> Finding:
     """Raise on one rank: all ranks learn of it."""
     if not group_of(job.strategy).guard.enabled:
-        return "not tried: MPIDIST_GUARD=0"
+        return ok("not tried: MPIDIST_GUARD=0")
     last = job.size - 1
     is_last = job.rank == last
 
@@ -230,26 +232,20 @@ def _exception(job: _Job) -> str:
     with contextlib.suppress(KeyError if is_last else mpidist.ReplicaError):
         job.run(replica)
         raise CheckFailedError(f"an exception on rank {last} did not reach this rank")
-    return f"raised on rank {last}, and all ranks learned of it"
+    return ok(f"raised on rank {last}, and all ranks learned of it")
 
 
-def _native_core(job: _Job) -> str | Note:
-    """Say which ranks lack the native core, and why."""
-    core = facts.core_facts(job.comm.allgather(_native.missing))
-    return Note(core["text"], core["advice"]) if core["advice"] else core["text"]
-
-
-def _cuda_aware(job: _Job) -> str:
+def _cuda_aware(job: _Job) -> Finding:
     """Say whether MPI accepts GPU arrays, as it says, and how they move."""
-    gpu, found = job.from_root((facts.gpu_facts(), query_cuda_support()))
+    gpu, found = job.facts[0]["gpu"], job.from_root(query_cuda_support())
     if not gpu["gpus"]:
-        return f"not tried: {gpu['reason']}"
+        return ok(f"not tried: {gpu['reason']}")
     name = job.made and facts.transport_facts(job.made)["gpu"]["name"]
     says = f"the MPI says so ({found})" if found else "the MPI does not say so"
-    return f"{says}; GPU arrays are moved by: {name or 'nothing'}"
+    return ok(f"{says}; GPU arrays are moved by: {name or 'nothing'}")
 
 
-_CHECKS: Final[dict[str, Callable[[_Job], str | Note]]] = {
+_CHECKS: Final[dict[str, Callable[[_Job], Finding]]] = {
     "ranks": _ranks,
     "MPI library": system_checks.libraries,
     "versions": _versions,
@@ -261,12 +257,7 @@ _CHECKS: Final[dict[str, Callable[[_Job], str | Note]]] = {
     "optimizer": _training,
     "mismatch": _mismatch,
     "exception": _exception,
-    "native core": _native_core,
-    "placement": system_checks.placement,
-    "cores": system_checks.cores,
-    "open files": system_checks.open_files,
-    "GPUs": system_checks.gpus,
-    "shared memory": system_checks.shared_memory,
+    **system_checks.CHECKS,
     "folder": lambda job: system_checks.check_folder(job, job.folder),
     "CUDA-aware MPI": _cuda_aware,
 }
@@ -284,27 +275,25 @@ def check(arguments: Sequence[str]) -> int:
     given = parser.parse_args(list(arguments))
     job = _Job(given.timeout, given.folder or "")
     alone = facts.describe_stranger(job.size)
-    made = {"ranks": _ranks} if alone else _CHECKS  # the others would fail for this
-    outcomes = []
-    for name, one in made.items():
-        if name == "folder" and given.folder is None:
-            continue
-        outcome = attempt(job, name, functools.partial(one, job))
-        outcomes.append(outcome)
+    names = ["ranks"] if alone else list(_CHECKS)  # the others would fail for this
+    if given.folder is None and not alone:
+        names.remove("folder")
+    rows = []
+    for name in names:
+        found = attempt(job, functools.partial(_CHECKS[name], job))
+        rows.append({"name": name, **dataclasses.asdict(found)})
         if not given.json:
-            say(f"{name:<15} {outcome.state:<6}  {outcome.text}")
-            if outcome.state != OK and outcome.advice:
-                say(f"{'':<15} {'':<6}  -> {outcome.advice}")
+            say(f"{name:<15} {found.state:<6}  {found.text}")
+            if found.state != OK and found.advice:
+                say(f"{'':<15} {'':<6}  -> {found.advice}")
     if job.made is not None:
         job.made.close()
-    failed = sum(one.state == FAILED for one in outcomes)
+    failed = sum(row["state"] == FAILED for row in rows)
     if given.json:
-        rows = [dataclasses.asdict(one) for one in outcomes]
         say(json.dumps({"failed": failed, "checks": rows}, indent=1))
-    elif failed:
-        say(f"\n{failed} of {len(outcomes)} checks failed")
     else:
-        say("\nall is well")
+        wrong = f"{failed} of {len(rows)} checks failed"
+        say(f"\n{wrong if failed else 'all is well'}")
     job.free()
     if alone:
         let_the_first_speak()

@@ -1,65 +1,217 @@
-"""Facts about ranks, machines and libraries, for `info`, `check` and `bench`."""
+"""The ranks that a command runs on: mpi4py, facts about each, what a check finds."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
-import math
 import os
 import platform
 import re
 import resource
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
 import mpidist
 from mpidist import _native
-from mpidist._base import gpus
+from mpidist._base import gpus, machine
 from mpidist._base.errors import format_ranks
-from mpidist._cli.job import Job
-from mpidist._mpi import launcher, library
+from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
 from mpidist.cluster import expand_tasks_per_node
 
-_PROBE_BYTES: Final = 8 * 2**20
-_INTERFACES: Final = Path("/proc/net/dev")  # /sys may be that of another namespace
-_SENT: Final = 8  # the column of the bytes sent
-_CARDS: Final = Path("/sys/class/infiniband")
-_CARD_UNIT: Final = 4  # its counters count words of so many bytes
-
+RawComm: TypeAlias = Any
+"""A communicator of mpi4py. One module imports mpi4py, so its types have no names."""
 Facts: TypeAlias = dict[str, Any]
-"""What `mpidist info --json` prints, or a part of it."""
+"""Facts by name, as JSON has them."""
+
+# Variables of other programs that change what mpidist does, or how fast.
+_OTHERS: Final = (
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("CUDA_VISIBLE_DEVICES", "OMPI_MCA_osc", "OMPI_MCA_btl", "OMPI_MCA_pml"),
+    *("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"),
+    *("UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER"),
+)
+_T = TypeVar("_T")
 
 
-def software_facts(mpi: ModuleType) -> dict[str, str]:
-    """Return names and versions. Not collective."""
-    name, version = mpi.get_vendor()
+class WrongResultError(Exception):
+    """A call that was to be timed gave a wrong result; all ranks raise the same."""
+
+
+class Job:
+    """All ranks of COMM_WORLD, and raw mpi4py on a duplicate of it.
+
+    Attributes:
+        mpi: the module ``mpi4py.MPI``.
+        comm: the communicator that hand-written code uses.
+        rank: the rank of this process.
+        size: the number of ranks.
+        facts: those of each rank.
+        mine: those of this rank.
+        nodes: for each machine the ranks on it, which share memory, as those of a
+            strategy do: host names need not differ.
+        node: those on the machine of this rank.
+        local_size: how many these are.
+        near_sizes: the number of ranks in each group that shares memory by what MPI
+            says; MPI asks the launcher, which may take one machine for several.
+    """
+
+    def __init__(self) -> None:
+        """Duplicate COMM_WORLD. Collective; starts MPI."""
+        self.mpi: ModuleType = library.mpi_module()
+        self.comm: RawComm = self.mpi.COMM_WORLD.Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+        self.facts: list[Facts] = self.comm.allgather(facts_of_rank(self.mpi))
+        self.mine: Facts = self.facts[self.rank]
+        by_place: dict[str, list[int]] = {}
+        for rank, one in enumerate(self.facts):
+            by_place.setdefault(one["place"], []).append(rank)
+        self.nodes: list[list[int]] = list(by_place.values())
+        self.node: list[int] = by_place[self.mine["place"]]
+        self.local_size: int = len(self.node)
+        near = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
+        leaders: list[int] = self.comm.allgather(near.bcast(self.rank, 0))
+        near.Free()
+        self.near_sizes: list[int] = [leaders.count(k) for k in sorted(set(leaders))]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether any node has more ranks than cores."""
+        cores = [self.facts[node[0]]["machine"]["cores"] for node in self.nodes]
+        return any(map(int.__gt__, map(len, self.nodes), cores))
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self.comm.Free()
+
+    def from_root(self, value: _T) -> _T:
+        """Return rank 0's value on all ranks. Collective."""
+        return self.comm.bcast(value, 0)
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return the element-wise maximum over the ranks, on all. Collective."""
+        send = np.array(seconds, np.float64)
+        receive = np.empty_like(send)
+        self.comm.Allreduce(send, receive, self.mpi.MAX)
+        return [float(value) for value in receive]
+
+    def everywhere(self, truth: bool) -> bool:
+        """Return whether ``truth`` is true on all ranks. Collective."""
+        return bool(self.comm.allreduce(bool(truth), self.mpi.LAND))
+
+
+# --- what a check finds ---------------------------------------------------------------
+
+OK: Final = "ok"
+NOTE: Final = "note"
+FAILED: Final = "FAILED"
+_STATES: Final = (OK, NOTE, FAILED)
+BUG: Final = (
+    "this should not happen: please report it, with the output of `mpidist info`. "
+    "MPIDIST_IMPLEMENTATION=direct uses only MPI"
+)
+
+
+class CheckFailedError(Exception):
+    """A check failed; the message says what is wrong, ``advice`` what to do."""
+
+    def __init__(self, wrong: str, advice: str = BUG) -> None:
+        super().__init__(wrong)
+        self.advice = advice
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check has found on this rank, or on all."""
+
+    text: str
+    advice: str = ""
+    state: str = NOTE
+
+
+def ok(text: str) -> Finding:
+    """Return what a check returns if all is well."""
+    return Finding(text, state=OK)
+
+
+def attempt(job: Job, check: Callable[[], Finding]) -> Finding:
+    """Make a check on all ranks; return the same finding on all. Collective."""
+    try:
+        mine = check()
+    except CheckFailedError as failure:
+        mine = Finding(str(failure), failure.advice, FAILED)
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        mine = Finding(f"{type(error).__name__}: {first_line}", BUG, FAILED)
+    findings: list[Finding] = job.comm.allgather(mine)
+    worst = max(findings, key=lambda one: _STATES.index(one.state))  # the first of them
+    ranks = [rank for rank, one in enumerate(findings) if one.state == worst.state]
+    if job.size == 1 or (len(ranks) == job.size and worst.state != FAILED):
+        return worst
+    return dataclasses.replace(worst, text=f"{format_ranks(ranks)}: {worst.text}")
+
+
+# --- facts: nothing here communicates ------------------------------------------------
+
+
+def facts_of_rank(mpi: ModuleType) -> Facts:
+    """Return the facts about this rank; under "place" what ranks of a node share."""
+    vendor, version = mpi.get_vendor()
+    gpu_count, no_gpu = gpus.count_gpus()
+    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    allowed = sorted(os.sched_getaffinity(0))
     return {
-        "mpidist": mpidist.__version__,
-        "mpi": f"{name} {'.'.join(map(str, version))}",
-        "mpi_library": mpi.Get_library_version().splitlines()[0].rstrip("\0 ,"),
-        "mpi_standard": ".".join(map(str, mpi.Get_version())),
-        "mpi_threads": library.thread_level(),
-        "mpi4py": importlib.metadata.version("mpi4py"),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def machine_facts() -> Facts:
-    """Return facts about this rank's machine. Not collective."""
-    return {
-        "host": platform.node(),
-        "processor": _processor_name(),
-        "cores": os.cpu_count() or 1,
-        "cores_for_this_rank": len(os.sched_getaffinity(0)),
-        "architecture": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
+        "place": machine.node_id(mpi.Get_processor_name()),
+        "software": {
+            "mpidist": mpidist.__version__,
+            "mpi": f"{vendor} {'.'.join(map(str, version))}",
+            "mpi_library": mpi.Get_library_version().splitlines()[0].rstrip("\0 ,"),
+            "mpi_standard": ".".join(map(str, mpi.Get_version())),
+            "mpi_threads": library.thread_level(),
+            "mpi4py": importlib.metadata.version("mpi4py"),
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "native_core": "present" if _native.available() else "absent",
+            "executable": sys.executable,
+        },
+        "machine": {
+            "host": platform.node(),
+            "processor": _processor_name(),
+            "cores": os.cpu_count() or 1,
+            "cores_for_this_rank": len(allowed),
+            "architecture": platform.machine(),
+            "system": f"{platform.system()} {platform.release()}",
+        },
+        # None: no limit by a control group; no SLURM.
+        "cores": {
+            "machine": os.cpu_count() or 1,
+            "allowed": allowed,
+            "quota": _quota(),
+            "slurm": int(given) if given.isdigit() else None,
+        },
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("MPIDIST_") or name in _OTHERS
+        },
+        "launcher": launcher_facts(os.environ),
+        "gpu": {
+            "cupy": getattr(sys.modules.get("cupy"), "__version__", None),
+            "gpus": gpu_count,
+            "reason": no_gpu,
+        },
+        "core_missing": _native.missing,  # why, or ""
+        "floats": versions.floating_point_state(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "most_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "shared_memory": _shared_memory(),
     }
 
 
@@ -71,53 +223,78 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def environment_facts(others: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of mpidist that are set here, and others that are."""
+def _shared_memory() -> list[int] | None:
+    """Return the size of ``/dev/shm`` and what of it is free; None without one."""
+    try:
+        status = os.statvfs(machine.SHARED_MEMORY)
+    except OSError:
+        return None
+    return [status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize]
+
+
+def _quota() -> float | None:
+    """Return the limit of this process's control group, or a group above, in cores."""
+    limits = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, group = line.split(":", 2)
+            if kinds and "cpu" not in kinds.split(","):
+                continue
+            root = Path("/sys/fs/cgroup") / ("cpu" if kinds else "")
+            here = root / group.lstrip("/")
+            for folder in (here, *here.parents):
+                if folder.is_relative_to(root):
+                    limits += _limit_of(folder)
+    return min(limits, default=None)
+
+
+def _limit_of(folder: Path) -> list[float]:
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError):
+            words = " ".join((folder / name).read_text() for name in names).split()
+            return [] if words[0] in ("max", "-1") else [int(words[0]) / int(words[1])]
+    return []
+
+
+def launcher_facts(variables: Mapping[str, str]) -> Facts:
+    """Return how this process was started; None where nothing says it.
+
+    - ``name``: such as "mpirun of Open MPI"; "" without one.
+    - ``size``: how many processes it started.
+    - ``slurm_job``: the id of the SLURM job; under srun only ``slurm_step``, the id of
+      its step, and ``slurm_mpi_type``, what srun was told by ``--mpi``.
+    - ``tasks_per_node``: the tasks that SLURM placed on each node; under srun only.
+    """
+    found = launcher.find_launch(variables)
+    name = "" if found is None else found.launcher
+    of_step: Mapping[str, str] = {}
+    if name.startswith("srun"):
+        of_step = {"SLURM_MPI_TYPE": "none", **variables}
+    tasks = None
+    with contextlib.suppress(KeyError, ValueError):
+        tasks = expand_tasks_per_node(of_step["SLURM_STEP_TASKS_PER_NODE"])
     return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith("MPIDIST_") or name in others
+        "name": name,
+        "size": None if found is None else found.size,
+        "slurm_job": variables.get("SLURM_JOB_ID"),
+        "slurm_step": of_step.get("SLURM_STEP_ID"),
+        "slurm_mpi_type": of_step.get("SLURM_MPI_TYPE"),
+        "tasks_per_node": tasks,
     }
-
-
-def is_crowded(job: Job) -> bool:
-    """Return whether any node has more ranks than cores. Collective."""
-    return not job.everywhere(job.local_size <= (os.cpu_count() or 1))
 
 
 def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
     """Return how each kind of array ("host", "gpu") is moved, and why."""
     chosen = group_of(strategy).collectives.resources.transports
-    reasons = {"host": chosen.host_reason, "gpu": chosen.reason}
-    names = {"host": chosen.host.name, "gpu": chosen.device.name}
     facts: dict[str, Facts] = {}
-    for kind, name in names.items():
-        reason = reasons[kind]
+    for kind, name, reason in (
+        ("host", chosen.host.name, chosen.host_reason),
+        ("gpu", chosen.device.name, chosen.reason),
+    ):
         text = f"{name}: {reason}" if reason else name
         text = reason if reason.startswith(name) else text
         facts[kind] = {"name": name, "reason": reason, "text": text}
     return facts
-
-
-def core_facts(missing: Sequence[str]) -> Facts:
-    """Return which ranks lack the native core, given why each does (or "")."""
-    lacking = [rank for rank, why in enumerate(missing) if why]
-    if not lacking:
-        return {"missing_on": [], "text": "present", "advice": ""}
-    where = "" if len(lacking) == len(missing) else f" on {format_ranks(lacking)}"
-    means = "everything goes by MPI, correctly but more slowly"
-    return {
-        "missing_on": lacking,
-        "text": f"{missing[lacking[0]]}{where}; {means}",
-        "advice": _native.ADVICE,
-    }
-
-
-def gpu_facts() -> Facts:
-    """Return the version of CuPy, and how many GPUs it finds. Not collective."""
-    count, reason = gpus.count_gpus()
-    version = getattr(sys.modules.get("cupy"), "__version__", None)
-    return {"cupy": version, "gpus": count, "reason": reason}
 
 
 def differences(
@@ -146,250 +323,17 @@ def describe_stranger(size: int) -> str:
     return launcher.describe_alone(launch, version)
 
 
-# --- where the ranks are ------------------------------------------------------------
-
-
-def launcher_facts(variables: Mapping[str, str]) -> Facts:
-    """Return how this process was started; None where nothing says it. Not collective.
-
-    - ``name``: such as "mpirun of Open MPI"; "" without one.
-    - ``size``: how many processes it started.
-    - ``slurm_job``: the id of the SLURM job; under srun only ``slurm_step``, the id of
-      its step, and ``slurm_mpi_type``, what srun was told by ``--mpi``.
-    - ``tasks_per_node``: the tasks that SLURM placed on each node; under srun only.
-    """
-    found = launcher.find_launch(variables)
-    name = "" if found is None else found.launcher
-    facts: Facts = {
-        "name": name,
-        "size": None if found is None else found.size,
-        "slurm_job": variables.get("SLURM_JOB_ID"),
-        "slurm_step": None,
-        "slurm_mpi_type": None,
-        "tasks_per_node": None,
-    }
-    if name.startswith("srun"):
-        facts["slurm_step"] = variables.get("SLURM_STEP_ID")
-        facts["slurm_mpi_type"] = variables.get("SLURM_MPI_TYPE", "none")
-        with contextlib.suppress(KeyError, ValueError):
-            counts = expand_tasks_per_node(variables["SLURM_STEP_TASKS_PER_NODE"])
-            facts["tasks_per_node"] = counts
-    return facts
-
-
-def launcher_text(facts: Facts) -> str:
-    """Return the launcher in one line."""
-    job = facts["slurm_job"]
-    if not facts["name"]:
-        return f"none, in SLURM job {job}" if job else "none"
-    many = facts["size"] or 1
-    text = f"{facts['name']} started {many} process{'es' * (many != 1)}"
-    if facts["slurm_step"] is not None:
-        text += f", step {facts['slurm_step']} of SLURM job {job}"
-    elif job:
-        text += f", in SLURM job {job}"
-    return text
-
-
-def core_use() -> Facts:
-    """Return the cores of this rank: what it may use, and what limits it.
-
-    - ``machine``: the cores of the machine.
-    - ``allowed``: the numbers of those that this rank may run on.
-    - ``quota``: cores' worth of time that the control group allows; None: no limit.
-    - ``slurm``: the cores of the machine that SLURM gave to the job; None: no SLURM.
-    """
-    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    return {
-        "machine": os.cpu_count() or 1,
-        "allowed": sorted(os.sched_getaffinity(0)),
-        "quota": _quota(),
-        "slurm": int(given) if given.isdigit() else None,
-    }
-
-
-def _quota() -> float | None:
-    """Return the limit of this process's control group, or a group above, in cores."""
-    limits = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, kinds, group = line.split(":", 2)
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        root = Path("/sys/fs/cgroup") / ("cpu" if kinds else "")
-        here = root / group.lstrip("/")
-        for folder in (here, *here.parents):
-            limits += _limit_of(folder)
-            if folder == root:
-                break
-    return min(limits, default=None)
-
-
-def _limit_of(folder: Path) -> list[float]:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return []
-    return [] if quota in ("max", "-1") else [int(quota) / int(period)]
-
-
-def cores_text(ranks: Sequence[Facts]) -> str:
-    """Return the cores of a node that the job has there, given those of each rank."""
-    machine = ranks[0]["machine"]
-    allowed = len({core for one in ranks for core in one["allowed"]})
-    limits = [(allowed, "its ranks may run on no others")]
-    quotas = [one["quota"] for one in ranks if one["quota"] is not None]
-    if quotas:
-        limits.append((max(1, math.ceil(max(quotas))), "by the control group"))
-    if ranks[0]["slurm"] is not None:
-        limits.append((ranks[0]["slurm"], "by SLURM"))
-    fewest, why = min(limits, key=lambda limit: limit[0])
-    text = f"{min(fewest, machine)} of {machine} cores"
-    if fewest < machine:
-        text += f" ({why})"
-    each = [len(one["allowed"]) for one in ranks]
-    few, many = min(each), max(each)
-    if few < allowed:
-        span = f"{few}" if few == many else f"{few} to {many}"
-        text += f", each rank on {span}"
-    return text
-
-
-def open_file_use(job: Job) -> Facts:
-    """Return how many files may be open, and about how many have to be. Collective.
-
-    A rank has up to one connection to each other rank. The mpirun of a node has three
-    (Open MPI) or four (MPICH) files for each rank there, and some twenty others.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    mine = len(os.listdir("/proc/self/fd")) + job.size
-    needed = max(mine, 4 * job.local_size + 32)
-    return {
-        "limit": -int(job.slowest([-limit])[0]),
-        "needed": int(job.slowest([needed])[0]),
-    }
-
-
-def open_files_text(use: Facts) -> str:
-    """Return the limit of open files in one line."""
-    text = f"{use['limit']} for each process; this job needs about {use['needed']}"
-    return text if use["needed"] <= use["limit"] else f"{text}, which is more"
+def counted(number: int, what: str, several: str = "") -> str:
+    """Return for example ``1 node``, ``2 nodes``."""
+    return f"{number} {what if number == 1 else several or f'{what}s'}"
 
 
 def sizes_text(sizes: Sequence[int]) -> str:
-    """Return the numbers of ranks of the nodes: ``4 nodes, 2 ranks on each``."""
+    """Return the numbers of ranks of the nodes: ``4 nodes, 2 on each``."""
+    text, few, many = counted(len(sizes), "node"), min(sizes), max(sizes)
     if len(sizes) == 1:
-        return "1 node"
-    if len(set(sizes)) == 1:
-        return f"{len(sizes)} nodes, {sizes[0]} on each"
-    if len(sizes) <= 8:
-        return f"{len(sizes)} nodes, {' + '.join(map(str, sizes))}"
-    return f"{len(sizes)} nodes, {min(sizes)} to {max(sizes)} on each"
-
-
-def describe_devices(
-    devices: Sequence[str], nodes: Sequence[Facts], ranks: Sequence[Facts], request: str
-) -> list[str]:
-    """Return which device each rank has, and why: a line for each kind of node.
-
-    Args:
-        devices: the device of each rank, such as "/rank:0/device:GPU:1".
-        nodes: the ``ranks`` of each node.
-        ranks: of each rank ``gpu`` and ``environment``.
-        request: the device that the strategy was asked for.
-    """
-    lines = []
-    for node in nodes:
-        names = [devices[rank].rpartition("device:")[2] for rank in node["ranks"]]
-        shown = ", ".join(names)
-        if len(set(names)) == 1:
-            shown = names[0] + (" for all ranks" if len(ranks) > 1 else "")
-        mine = [ranks[rank] for rank in node["ranks"]]
-        visible = [one["environment"].get("CUDA_VISIBLE_DEVICES") for one in mine]
-        if request != "auto":
-            why = f"--device {request}"
-        elif all(name.startswith("CPU") for name in names):
-            why = "no GPU is found"
-        elif len(set(visible)) > 1:
-            own = ", ".join(map(str, visible))
-            why = f"each rank sees its own: CUDA_VISIBLE_DEVICES={own}"
-        else:
-            count = mine[0]["gpu"]["gpus"]
-            why = f"the rank's number on its node, modulo {count} GPUs that it sees"
-            if visible[0] is not None:
-                why += f" (CUDA_VISIBLE_DEVICES={visible[0]})"
-        lines.append(f"{shown}; {why}")
-    return _lines_of_nodes(lines)
-
-
-# --- the network ------------------------------------------------------------------
-
-
-def measure_network(job: Job) -> list[str]:
-    """Return what carries messages between nodes, in words. Collective.
-
-    The first rank of each node sends 8 MiB to that of the next node. What the
-    interfaces of the machine have sent meanwhile shows which ones MPI uses, whatever
-    its settings say.
-
-    Returns:
-        A line for each kind of node; none if there is one node.
-    """
-    if len(job.nodes) == 1:
-        return []
-    leads = job.rank == job.node[0]
-    leaders = job.comm.Split(0 if leads else job.mpi.UNDEFINED, job.rank)
-    names = ""
-    if leaders != job.mpi.COMM_NULL:
-        node, nodes = leaders.Get_rank(), leaders.Get_size()
-        send = np.ones(_PROBE_BYTES, np.uint8)
-        receive = np.empty_like(send)
-        leaders.Barrier()
-        before = _sent()
-        leaders.Sendrecv(send, (node + 1) % nodes, 0, receive, (node - 1) % nodes, 0)
-        leaders.Barrier()
-        sent = {name: count - before.get(name, 0) for name, count in _sent().items()}
-        names = ", ".join(name for name in sent if sent[name] > _PROBE_BYTES / 4)
-        leaders.Free()
-    names = names or "no interface of Linux: memory, or a network with its own driver"
-    by_rank: list[str] = job.comm.allgather(names)
-    return _lines_of_nodes([by_rank[node[0]] for node in job.nodes])
-
-
-def _lines_of_nodes(texts: Sequence[str]) -> list[str]:
-    """Return each text once, with the numbers of its nodes if there are several."""
-    kinds: dict[str, list[int]] = {}
-    for node, text in enumerate(texts):
-        kinds.setdefault(text, []).append(node)
-    if len(kinds) == 1:
-        return list(kinds)
-    return [
-        f"{format_ranks(nodes).replace('rank', 'node')}: {text}"
-        for text, nodes in kinds.items()
-    ]
-
-
-def _sent() -> dict[str, int]:
-    """Return how many bytes each interface and InfiniBand card has sent."""
-    found: dict[str, int] = {}
-    for line in _INTERFACES.read_text().splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        found[name.strip()] = int(numbers.split()[_SENT])
-    for path in _CARDS.glob("*/ports/*/counters/port_xmit_data"):
-        card = path.parts[len(_CARDS.parts)]
-        found[card] = found.get(card, 0) + _read(path) * _CARD_UNIT
-    return found
-
-
-def _read(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
+        return text
+    if few == many:
+        return f"{text}, {few} on each"
+    each = f"{few} to {many} on each" if len(sizes) > 8 else " + ".join(map(str, sizes))
+    return f"{text}, {each}"

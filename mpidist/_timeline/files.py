@@ -10,6 +10,7 @@ import glob
 import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -101,28 +102,28 @@ def read_part(path: Path) -> Part:
         FormatError: if it is none.
         OSError: if it cannot be read.
     """
-    events = _events_in(path)
+    part: Part | None = None
     try:
-        about = next(events)["args"]
-        if about["format"] != FORMAT:
-            raise ValueError
-    except (StopIteration, TypeError, KeyError, ValueError):
-        raise FormatError(
-            f"{path} is not part of a timeline of this version of mpidist"
-        ) from None
-    try:
-        found = _NUMBER.search(path.name)
-        rank = int(found[1]) if found else 0
-        part = Part(rank, about["host"], about["boot"], about["epoch"])
-        for event in events:
-            if event["ph"] == "X":
+        for event in _events_in(path):
+            about = event["args"]
+            if part is None:
+                if about["format"] != FORMAT:
+                    break
+                number = _NUMBER.search(path.name)
+                rank = int(number[1]) if number else 0
+                part = Part(rank, about["host"], about["boot"], about["epoch"])
+            elif event["ph"] == "X":
                 part.events.append(span_of(event))
             elif event["name"] == STRATEGY:
-                part.strategies[event["tid"]] = event["args"]
+                part.strategies[event["tid"]] = about
             elif event["name"] == END:
                 part.complete = True
     except (TypeError, KeyError) as error:
-        raise FormatError(f"{path} is damaged: {error!r}") from None
+        if part is not None:
+            raise FormatError(f"{path} is damaged: {error!r}") from None
+    if part is None:
+        text = f"{path} is not part of a timeline of this version of mpidist"
+        raise FormatError(text)
     return part
 
 
@@ -153,15 +154,10 @@ def of_one_job(parts: list[Part]) -> list[Part]:
 
 def are_complete(parts: list[Part]) -> bool:
     """Return whether all parts of the job are there, each to its end."""
-    there: dict[str, set[int]] = {}
-    wanted: dict[str, int] = {}
-    for part in parts:
-        for strategy in part.strategies.values():
-            there.setdefault(strategy["identity"], set()).add(strategy["rank"])
-            wanted[strategy["identity"]] = strategy["size"]
-    return all(part.complete for part in parts) and all(
-        len(there[identity]) == size for identity, size in wanted.items()
-    )
+    strategies = [one for part in parts for one in part.strategies.values()]
+    there = Counter(one["identity"] for one in strategies)
+    wanted = {one["identity"]: one["size"] for one in strategies}
+    return there == wanted and all(part.complete for part in parts)
 
 
 # --- one timeline ---------------------------------------------------------------------
@@ -173,14 +169,14 @@ def merge(parts: Sequence[Part]) -> Timeline:
     identities: dict[str, int] = {}
     roots: dict[int, int] = {}  # the process that is rank 0, by strategy
     for part in parts:
-        for strategy in part.strategies.values():
+        numbers = {}
+        for number, strategy in part.strategies.items():
             identity = strategy["identity"]
-            number = identities.setdefault(identity, len(identities) + 1)
+            numbers[number] = identities.setdefault(identity, len(identities) + 1)
             if strategy["rank"] == 0:
-                roots[number] = part.rank
-    for part in parts:
+                roots[numbers[number]] = part.rank
         for span in part.events:
-            span.strategy = identities[part.strategies[span.strategy]["identity"]]
+            span.strategy = numbers[span.strategy]
     spans = [span for part in parts for span in part.events]
     begin = min((span.start for span in spans), default=0.0)
     for span in spans:

@@ -15,7 +15,18 @@ _WAIT: Final = "#E69F00"
 _WORK: Final = "#DDDDDD"
 _FAILED: Final = "#D55E00"
 _BEGUN: Final = "#009E73"
+_NAMES: Final = {
+    _WORK: "own work",
+    _CALL: "in calls",
+    _BEGUN: "in calls that were begun",
+    _WAIT: "waiting",
+    _FAILED: "ended with an error",
+}
 _MOST_SPANS: Final = 200_000
+# The top and the height of what is drawn, from the middle of its row.
+_WHOLE: Final = (-0.35, 0.7)
+_ABOVE: Final = (-0.35, 0.43)
+_BELOW: Final = (0.1, 0.25)
 
 
 def draw(timeline: Timeline, path: Path) -> None:
@@ -27,81 +38,58 @@ def draw(timeline: Timeline, path: Path) -> None:
         ValueError: if the format is unknown.
     """
     try:
-        from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(
             "`mpidist timeline --plot` needs Matplotlib: pip install matplotlib"
         ) from error
+    spans = [span for span in timeline.spans if span.kind != "section"]
+    # Of many the longest ones: the others have no width.
+    spans = sorted(spans, key=lambda span: -span.seconds)[:_MOST_SPANS]
     ranks = sorted(timeline.hosts)
     rows = {rank: row for row, rank in enumerate(ranks)}
-    figure = Figure(figsize=(10, 1.6 + 0.4 * min(len(ranks), 32)), layout="constrained")
-    axes: Any = figure.add_subplot()
-    spans = [span for span in timeline.spans if span.kind != "section"]
-    if len(spans) > _MOST_SPANS:  # the longest ones: the others have no width
-        spans = sorted(spans, key=lambda span: -span.seconds)[:_MOST_SPANS]
-    boxes: dict[str, list[Any]] = {
-        color: [] for color in (_WORK, _CALL, _BEGUN, _WAIT, _FAILED)
-    }
     divided = {span.rank for span in spans if span.begun}
+    bars: dict[tuple[str, float, float], list[tuple[float, float]]] = {}
 
-    def height_of(span: Span) -> tuple[float, float]:
+    def place_of(span: Span) -> tuple[float, float]:
         above = _ABOVE if span.rank in divided else _WHOLE
-        return _BELOW if span.begun else above
+        top, height = _BELOW if span.begun else above
+        return rows[span.rank] + top, height
+
+    def add(color: str, span: Span, start: float, end: float) -> None:
+        bars.setdefault((color, *place_of(span)), []).append((start, end - start))
 
     for rank in ranks:
-        own = [span for span in spans if span.rank == rank]
-        if own:
-            start, end = min(s.start for s in own), max(s.end for s in own)
-            height = _ABOVE if rank in divided else _WHOLE
-            boxes[_WORK].append(_box(start, end, rows[rank], height))
+        if own := [span for span in spans if span.rank == rank and not span.begun]:
+            ends = [span.end for span in spans if span.rank == rank]
+            add(_WORK, own[0], min(span.start for span in own), max(ends))
     for span in spans:
-        row, middle = rows[span.rank], span.start + span.waited
-        height = height_of(span)
-        if span.kind == "waits for begun":
-            middle = span.end
-        boxes[_WAIT].append(_box(span.start, middle, row, height))
+        is_wait = span.kind == "waits for begun"
+        middle = span.end if is_wait else span.start + span.waited
         color = _BEGUN if span.begun else _CALL
-        color = _FAILED if span.raised else color
-        boxes[color].append(_box(middle, span.end, row, height))
-    for color, some in boxes.items():
-        axes.add_collection(PolyCollection(some, facecolor=color, edgecolor="none"))
+        add(_WAIT, span, span.start, middle)
+        add(_FAILED if span.raised else color, span, middle, span.end)
+    figure = Figure(figsize=(10, 1.6 + 0.4 * min(len(ranks), 32)), layout="constrained")
+    axes: Any = figure.add_subplot()
+    for (color, top, height), times in bars.items():
+        axes.broken_barh(times, (top, height), facecolor=color, edgecolor="none")
     for number, span in enumerate(largest_waits(timeline), 1):
-        axes.annotate(
-            str(number),
-            (span.start + span.waited / 2, rows[span.rank] + sum(height_of(span)) / 2),
-            ha="center",
-            va="center",
-        )
+        top, height = place_of(span)
+        place = span.start + span.waited / 2, top + height / 2
+        axes.annotate(str(number), place, ha="center", va="center")
     axes.set_xlim(0, max((span.end for span in spans), default=1.0))
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_xlabel("time (s)")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    named = [(_WORK, "own work"), (_CALL, "in calls"), (_WAIT, "waiting")]
-    if boxes[_BEGUN]:
-        named.insert(2, (_BEGUN, "in calls that were begun"))
-    if boxes[_FAILED]:
-        named.append((_FAILED, "ended with an error"))
+    drawn = {_WORK, _CALL, _WAIT, *(color for color, *_ in bars)}
+    named = [color for color in _NAMES if color in drawn]
     figure.legend(
-        handles=[Patch(color=color, label=label) for color, label in named],
+        handles=[Patch(color=color, label=_NAMES[color]) for color in named],
         loc="outside upper right",
         ncols=len(named),
         frameon=False,
     )
     figure.savefig(path, dpi=150)
-
-
-# The top and the bottom of what is drawn, from the middle of its row.
-_WHOLE: Final = (-0.35, 0.35)
-_ABOVE: Final = (-0.35, 0.08)
-_BELOW: Final = (0.1, 0.35)
-
-
-def _box(
-    start: float, end: float, row: int, height: tuple[float, float]
-) -> list[tuple[float, float]]:
-    low, high = row + height[0], row + height[1]
-    return [(start, low), (end, low), (end, high), (start, high)]

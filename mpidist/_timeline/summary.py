@@ -38,42 +38,6 @@ class RankTime:
     late: int = 0
 
 
-@dataclasses.dataclass
-class CallTime:
-    """The calls of one kind.
-
-    Attributes:
-        text: of the first one.
-        seconds: in them, summed over ranks.
-        waiting: of these, waiting for other ranks.
-        counts: how many calls each rank made.
-        sizes: the bytes of each rank's buffers in them.
-    """
-
-    text: str
-    seconds: float = 0.0
-    waiting: float = 0.0
-    counts: Counter[int] = dataclasses.field(default_factory=Counter)
-    sizes: Counter[int] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def count(self) -> int:
-        """How many calls."""
-        return max(self.counts.values())
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one rank's buffers, of that with the most."""
-        return max(self.sizes.values())
-
-    def add(self, span: Span) -> None:
-        """Add one rank's part of a call."""
-        self.seconds += span.seconds
-        self.waiting += span.waited
-        self.counts[span.rank] += 1
-        self.sizes[span.rank] += span.nbytes
-
-
 def times_of(timeline: Timeline) -> dict[int, RankTime]:
     """Return where the time of each rank went."""
     found = {rank: RankTime() for rank in sorted(timeline.hosts)}
@@ -81,9 +45,7 @@ def times_of(timeline: Timeline) -> dict[int, RankTime]:
     others = max(len(found) - 1, 1)
     meetings: set[tuple[int, int]] = set()
     for span in timeline.spans:
-        if span.kind == "section":
-            continue
-        if span.begun:  # beside the program
+        if span.kind == "section" or span.begun:  # which is beside the program
             continue
         time = found[span.rank]
         time.waiting += span.waited
@@ -112,15 +74,17 @@ def largest_waits(timeline: Timeline, most: int = _MOST_WAITS) -> list[Span]:
     return list(longest.values())[:most]
 
 
-def calls_of(timeline: Timeline) -> list[CallTime]:
-    """Return the calls by kind, those with the most time first."""
-    found: dict[str, CallTime] = {}
+def calls_of(timeline: Timeline) -> list[list[Span]]:
+    """Return the calls of each kind, those with the most time first."""
+    found: dict[str, list[Span]] = {}
     for span in timeline.spans:
-        if span.kind in ("section", "waits for begun"):
-            continue
-        text = _COUNTER.sub("", span.text)
-        found.setdefault(text, CallTime(text)).add(span)
-    return sorted(found.values(), key=lambda call: -call.seconds)
+        if span.kind not in ("section", "waits for begun"):
+            found.setdefault(_COUNTER.sub("", span.text), []).append(span)
+    return sorted(found.values(), key=lambda calls: -_seconds_in(calls))
+
+
+def _seconds_in(calls: Sequence[Span]) -> float:
+    return sum(span.seconds for span in calls)
 
 
 def summarize(timeline: Timeline) -> str:
@@ -131,16 +95,15 @@ def summarize(timeline: Timeline) -> str:
         return f"timeline of {_count(ranks, 'rank')}: no calls\n"
     length = max(span.end for span in calls) - min(span.start for span in calls)
     where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
-    lines = [f"timeline of {where}, {_seconds(length)} in all", ""]
     times = times_of(timeline)
+    lines = [f"timeline of {where}, {_seconds(length)} in all", ""]
     lines += _table_of_ranks(timeline, times)
-    slowest = max(times, key=lambda rank: times[rank].caused)
-    if times[slowest].caused:
-        time = times[slowest]
+    rank, time = max(times.items(), key=lambda item: item[1].caused)
+    if time.caused:
         lines += [
             "",
-            f"slowest: rank {slowest}: each other rank waited "
-            f"{_seconds(time.caused)} for it; it came last to {time.late} calls",
+            f"slowest: rank {rank}: each other rank waited {_seconds(time.caused)} for "
+            f"it; it came last to {time.late} calls",
         ]
     lines += ["", "largest waits:"]
     waits = largest_waits(timeline)
@@ -148,9 +111,7 @@ def summarize(timeline: Timeline) -> str:
         f"{number:>3}  {_seconds(span.waited):>8} at {_seconds(span.start)}: "
         f"rank {span.rank} {_for(span)} in call {span.number}, {_short(span.text)}"
         for number, span in enumerate(waits, 1)
-    ]
-    if not waits:
-        lines.append("  none")
+    ] or ["  none"]
     return "\n".join([*lines, "", *_table_of_calls(calls_of(timeline)), ""])
 
 
@@ -170,13 +131,19 @@ def _table_of_ranks(timeline: Timeline, times: dict[int, RankTime]) -> list[str]
     return lines
 
 
-def _table_of_calls(calls: Sequence[CallTime]) -> list[str]:
+def _table_of_calls(kinds: Sequence[Sequence[Span]]) -> list[str]:
     line = "{:>5}  {:>8}  {:>8}  {:>15}  {}"
     lines = [line.format("calls", "seconds", "waiting", "bytes", "call")]
-    for call in calls[:_MOST_CALLS]:
-        spent = _seconds(call.seconds), _seconds(call.waiting)
-        nbytes = f"{call.nbytes:,}"
-        lines.append(line.format(call.count, *spent, nbytes, _short(call.text)))
+    for calls in kinds[:_MOST_CALLS]:
+        waited = sum(span.waited for span in calls)
+        counts, sizes = Counter[int](), Counter[int]()  # of each rank
+        for span in calls:
+            counts[span.rank] += 1
+            sizes[span.rank] += span.nbytes
+        spent = _seconds(_seconds_in(calls)), _seconds(waited)
+        text = _short(_COUNTER.sub("", calls[0].text))
+        most = max(counts.values()), f"{max(sizes.values()):,}"
+        lines.append(line.format(most[0], *spent, most[1], text))
     return lines
 
 
@@ -193,4 +160,4 @@ def _short(text: str) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {what}{'s' * (number != 1)}"

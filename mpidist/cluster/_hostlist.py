@@ -35,7 +35,9 @@ def expand_hostlist(hostlist: str) -> list[str]:
     expected = "a string such as 'n[1-4],m5'"
     expect(isinstance(hostlist, str), "expand_hostlist", expected, hostlist)
     hosts: list[str] = []
-    for name in _split(hostlist):
+    for name in _NAME.findall(hostlist):  # at the commas and blanks outside brackets
+        if name.count("[") != name.count("]"):
+            _fail(hostlist, f"a bracket without the other one, or in another, {name!r}")
         parts = re.split(r"\[([^]]*)\]", name)  # text, ranges, text, ranges, ..., text
         choices = [
             _numbers(part, hostlist) if number % 2 else [part]
@@ -70,17 +72,6 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _split(hostlist: str) -> list[str]:
-    """Split at the commas and blanks outside brackets; leave out empty parts."""
-    parts: list[str] = _NAME.findall(hostlist)
-    for part in parts:
-        opened = part.count("[")
-        if opened != part.count("]"):
-            wrong = "a ']' without its '['", "a '[' without its ']'"
-            _fail(hostlist, "a bracket in a bracket" if opened > 1 else wrong[opened])
-    return parts
 
 
 def _numbers(ranges: str, hostlist: str) -> list[str]:

@@ -155,7 +155,7 @@ def share(call: CollectiveCall, own: Commit | None, has: Sequence[bool]) -> Comm
         data = pickle.dumps((own.number, own.size, own.states, kinds))
     data = call.comm.all_gather_objects(data)[root]
 
-    number, size, states, kinds = call.together(lambda: pickle.loads(data), scope=False)
+    number, size, states, kinds = call.together(lambda: pickle.loads(data))
     mine = {} if own is None else own.arrays
     arrays = restoring.share(call, kinds, mine, root)
     return own or Commit(number, -1, size, arrays, states)
@@ -190,7 +190,7 @@ def put(
         names = state_json.array_names(itertools.chain(*saved.values()))
         return commit.arrays | {name: commit.arrays[name].copy() for name in names}
 
-    restoring.put(call, by_name, saved, call.together(copy, scope=False))
+    restoring.put(call, by_name, saved, call.together(copy))
     for item in items:  # of the step that was lost; a spare has none
         if isinstance(item, StateItem) and item.forget is not None:
             item.forget()

@@ -43,6 +43,10 @@ from mpidist._mpi import library, survival
 from mpidist._mpi.library import MpiComm, MpiRequest
 
 _SPARE_SECONDS: Final = 0.02
+HOW_TO_GO_ON: Final = (
+    ". Start the job again; with State(directory=...) it goes on from the last "
+    "checkpoint"
+)
 
 
 class Role(enum.IntEnum):
@@ -84,8 +88,8 @@ class Claim(NamedTuple):
     size: int
 
 
-class NobodyLeftError(Exception):
-    """All replicas that had a commit have died."""
+class NobodyLeftError(RuntimeError):
+    """All replicas that had a commit have died; the user gets it as it is."""
 
 
 class FinishedError(Exception):
@@ -112,7 +116,9 @@ def make_placement(
     taken = {claim.place: rank for rank, claim in enumerate(claims) if claim.place >= 0}
     has = set(taken)
     if not has and Role.STARTING not in roles:
-        raise NobodyLeftError
+        raise NobodyLeftError(
+            f"elastic.run: all replicas that had the state have died{HOW_TO_GO_ON}"
+        )
     size = max(claim.size for claim in claims) if has else wanted
     free = [rank for rank, claim in enumerate(claims) if claim.place < 0]
     empty = [place for place in range(size) if place not in taken]
@@ -157,15 +163,6 @@ class Round:
             self.over = True
         return not self.over
 
-    def has_lost(self) -> bool:
-        """Return whether a replica is known to have died. Not collective."""
-        return bool(survival.failed_ranks(self.replicas))
-
-    def is_behind(self, error: BaseException) -> bool:
-        """Return whether MPI raised an error because a replica has died."""
-        losses = functools.partial(survival.losses, self.replicas)
-        return survival.losses_behind(error, losses) is not None
-
     def give_up(self) -> None:
         """End the round, since a replica has died. Each replica that lives calls it."""
         if not self.over:
@@ -203,7 +200,10 @@ class Round:
             if self.all.Is_revoked():
                 return True
             if replicas <= set(failed):
-                raise NobodyLeftError
+                raise NobodyLeftError(
+                    "elastic.run: all replicas have died; this spare has no state to "
+                    f"go on with{HOW_TO_GO_ON}"
+                )
             time.sleep(_SPARE_SECONDS)
 
 

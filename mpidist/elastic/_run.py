@@ -20,6 +20,7 @@ from mpidist._strategy.mpi_strategy import MPIStrategy
 from mpidist._strategy.strategy import group_of
 from mpidist.elastic import _members
 from mpidist.elastic._members import (
+    HOW_TO_GO_ON,
     FinishedError,
     Member,
     NobodyLeftError,
@@ -207,21 +208,9 @@ class _Survivor:
                 current = self._meet(problem)
             except FinishedError:
                 return None
-            except NobodyLeftError:
-                raise RuntimeError(
-                    "elastic.run: all replicas that had the state have died"
-                    + _HOW_TO_GO_ON
-                ) from None
             if current.replicas is None:
                 self._role = Role.RUNNING
-                try:
-                    needed = current.wait_as_spare()
-                except NobodyLeftError:
-                    raise RuntimeError(
-                        "elastic.run: all replicas have died; this spare has no state "
-                        "to go on with" + _HOW_TO_GO_ON
-                    ) from None
-                if needed:
+                if current.wait_as_spare():
                     continue
                 return None
             try:
@@ -266,7 +255,7 @@ class _Survivor:
             left = "1 replica is" if size == 1 else f"{size} replicas are"
             raise RuntimeError(
                 f"elastic.run: {left} left, fewer than min_replicas="
-                f"{self._min_replicas}{_HOW_TO_GO_ON}"
+                f"{self._min_replicas}{HOW_TO_GO_ON}"
             )
         if before is not None:
             nobody = before.all.Get_size() == current.all.Get_size()
@@ -338,21 +327,19 @@ _LOST: Final = (
     "a replica of this strategy was lost; use the argument `strategy` of each call of "
     "`train`"
 )
-_HOW_TO_GO_ON: Final = (
-    ". Start the job again; with State(directory=...) it goes on from the last "
-    "checkpoint"
-)
 
 
 def _is_loss(error: BaseException, current: Round) -> bool:
     """Return whether an error is due to the death of a replica."""
     if not isinstance(error, Exception):
         return False  # the program ends
+    losses = functools.partial(survival.losses, current.replicas)
     for cause in chain(error):
-        if isinstance(cause, ReplicaLostError) or current.is_behind(cause):
+        lost = survival.losses_behind(cause, losses)
+        if isinstance(cause, ReplicaLostError) or lost is not None:
             return True
     # A program may raise an error of its own in place of ours.
-    return current.has_lost()
+    return bool(survival.failed_ranks(current.replicas))
 
 
 def _timeout() -> float:

@@ -64,16 +64,12 @@ class ThreadGroup:
         members, world = self._channel.members, self._channel.world
 
         def deal(parts: list[tuple[int | None, int]]) -> _Dealt:
-            groups: dict[int, list[int]] = {}
-            for rank, (its_color, _) in enumerate(parts):
-                if its_color is not None:
-                    groups.setdefault(its_color, []).append(rank)
-            dealt = {}
-            for its_color, ranks in groups.items():
-                ranks.sort(key=lambda rank: (parts[rank][1], rank))
+            dealt: _Dealt = {}
+            for one in {color for color, _ in parts if color is not None}:
+                ranks = [rank for rank, (color, _) in enumerate(parts) if color == one]
+                ranks.sort(key=lambda rank: parts[rank][1])  # else in their order
                 places = tuple(members[rank] for rank in ranks)
-                channel = Channel(world, places, of_program=True)
-                dealt[its_color] = (ranks, channel)
+                dealt[one] = ranks, Channel(world, places, of_program=True)
             return dealt
 
         dealt = self._comm.start("ThreadGroup.split", (color, key), deal)

@@ -275,12 +275,12 @@ def run(
 
 def _end(world: World, replicas: list[Replica]) -> None:
     """Wait until all have ended; stop those that do not, within the time allowed."""
-
-    def have_ended() -> bool:
-        return all(one.has_ended for one in replicas)
-
     end = time.monotonic() + _STOP_SECONDS + _LEAVE_SECONDS
-    while not world.wait_until(have_ended, _STOP_SECONDS) and time.monotonic() < end:
+    while not world.wait_until(
+        lambda: all(one.has_ended for one in replicas), _STOP_SECONDS
+    ):
+        if time.monotonic() > end:
+            break
         for one in replicas:
             one.interrupt()
 

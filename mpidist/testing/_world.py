@@ -162,10 +162,8 @@ class Channel:
         self._require_running(rank)
         condition = self.world.condition
         with condition:
-            found = self._rounds.get(number)
-            if found is None:
-                found = Round(kind, [None] * self.size, set(range(self.size)))
-                self._rounds[number] = found
+            new = Round(kind, [None] * self.size, set(range(self.size)))
+            found = self._rounds.setdefault(number, new)
             if found.kind != kind:
                 found.error = (
                     f"replicas make different calls at once: {found.kind} and {kind}"
@@ -177,12 +175,10 @@ class Channel:
             last = not found.missing
             if last:
                 del self._rounds[number]
-            if found.done or root is not None:
-                if rank == root and not found.done:
-                    found.result, found.done = part, True
-                    condition.notify_all()
-                return found
-            if not last:
+            if rank == root and not found.done:
+                found.result, found.done = part, True
+                condition.notify_all()
+            if found.done or root is not None or not last:
                 return found
         error, result = "", None
         try:

@@ -23,7 +23,7 @@ from mpidist._cli.bench_timing import (
     show_seconds,
     show_size,
 )
-from mpidist._cli.job import Job, WrongResultError
+from mpidist._cli.facts import Job, WrongResultError
 
 TIMEOUT = 200.0
 MIB = 2**20

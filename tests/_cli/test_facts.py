@@ -2,7 +2,8 @@
 
 import pytest
 
-from mpidist._cli import facts
+from mpidist._cli import info_command, system_checks
+from mpidist._cli.facts import Job, launcher_facts, sizes_text
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -34,8 +35,8 @@ STEP = {
     ],
 )
 def test_launchers(variables, text):
-    found = facts.launcher_facts(variables)
-    assert facts.launcher_text(found) == text
+    found = launcher_facts(variables)
+    assert info_command.launcher_text(found) == text
     by_srun = found["name"].startswith("srun")
     assert found["tasks_per_node"] == ([2, 2, 1] if by_srun else None)
     assert found["slurm_mpi_type"] == (
@@ -62,11 +63,11 @@ def use(allowed, machine=64, quota=None, slurm=None):
     ],
 )
 def test_cores_that_the_job_has(ranks, text):
-    assert facts.cores_text(ranks) == text
+    assert system_checks.cores_text(ranks) == text
 
 
 def test_the_cores_of_this_process():
-    found = facts.core_use()
+    found = Job().mine["cores"]
     assert 1 <= len(found["allowed"]) <= found["machine"]
     assert found["quota"] is None or found["quota"] > 0
 
@@ -81,7 +82,7 @@ def test_the_cores_of_this_process():
     ],
 )
 def test_sizes_of_nodes(sizes, text):
-    assert facts.sizes_text(sizes) == text
+    assert sizes_text(sizes) == text
 
 
 def describe(names, gpus, visible, request="auto"):
@@ -91,10 +92,8 @@ def describe(names, gpus, visible, request="auto"):
         {"gpu": {"gpus": n}, "environment": {"CUDA_VISIBLE_DEVICES": v} if v else {}}
         for n, v in zip(gpus, visible, strict=True)
     ]
-    nodes = (
-        [{"ranks": [0, 1]}, {"ranks": [2, 3]}] if len(names) == 4 else [{"ranks": [0]}]
-    )
-    return facts.describe_devices(devices, nodes, ranks, request)
+    nodes = [[0, 1], [2, 3]] if len(names) == 4 else [[0]]
+    return info_command.describe_devices(devices, nodes, ranks, request)
 
 
 def test_devices_and_why():

@@ -14,7 +14,7 @@ import pytest
 from launching import run_ranks
 
 from mpidist._cli import system_checks
-from mpidist._cli.job import CheckFailedError, Job, Note, attempt
+from mpidist._cli.facts import CheckFailedError, Job, attempt, ok
 
 FAULTS = """
 import ctypes, os, platform, sys, time
@@ -113,27 +113,26 @@ def test_a_folder_that_is_missing(tmp_path):
     missing = tmp_path / "no"
     with pytest.raises(CheckFailedError, match=f"rank 0 cannot write to {missing}: No"):
         system_checks.check_folder(Job(), str(missing))
-    assert isinstance(system_checks.check_folder(Job(), "/dev/shm"), Note)
+    assert system_checks.check_folder(Job(), "/dev/shm").state == "note"
 
 
 def test_gpus_that_ranks_share(monkeypatch):
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     job = Job()
-    gpus = [0, "CuPy is not installed"]
-    monkeypatch.setattr(system_checks, "count_gpus", lambda: gpus)
-    assert system_checks.gpus(job).startswith("none: Cu")
-    gpus[:] = 2, ""
-    assert system_checks.gpus(job) == "2, for 1 ranks of a node"
+    job.mine["gpu"] = {"gpus": 0, "reason": "CuPy is not installed"}
+    assert system_checks.gpus(job).text.startswith("none: Cu")
+    job.mine["gpu"] = {"gpus": 2, "reason": ""}
+    assert system_checks.gpus(job) == ok("2, for 1 ranks of a node")
     job.local_size = 4
     found = system_checks.gpus(job)
     assert found.text.startswith("the 4 ranks of a node share its GPUs (2)")
     assert found.advice == "start one rank for each GPU"
 
 
-def test_a_limit_of_open_files_that_is_too_low(monkeypatch):
+def test_a_limit_of_open_files_that_is_too_low():
     job = Job()
-    assert isinstance(system_checks.open_files(job), str)
-    job.local_size = job.size = 10**7
+    assert system_checks.open_files(job).state == "ok"
+    job.nodes = [range(10**7)]
     found = system_checks.open_files(job)
     assert re.fullmatch(r"\d+ for each process; .* 40000032, which is more", found.text)
     assert found.advice.startswith("`ulimit -n 40000032` before mpirun")
@@ -150,10 +149,10 @@ def test_an_mpirun_of_another_mpi(tmp_path, monkeypatch):
     mpirun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = system_checks.libraries(job)
-    assert isinstance(found, Note)
+    assert found.state == "note"
     assert found.text.startswith(f"mpi4py uses {vendor}, and {mpirun}, the first on")
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":/usr/bin:/bin")
-    assert isinstance(system_checks.libraries(job), str)
+    assert system_checks.libraries(job).state == "ok"
 
 
 def test_libraries_of_a_process(tmp_path):
@@ -192,7 +191,7 @@ def test_kinds_of_file_systems():
 
 
 def test_an_exception_in_a_check_is_a_failure():
-    outcome = attempt(Job(), "x", lambda: str(1 / 0))
+    outcome = attempt(Job(), lambda: 1 / 0)
     assert (outcome.state, outcome.text) == (
         "FAILED",
         "ZeroDivisionError: division by zero",

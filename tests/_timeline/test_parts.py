@@ -210,7 +210,7 @@ def test_calls_that_were_begun_are_beside_the_program(tmp_path):
     found = files.Timeline({0: "a"}, spans)
     assert summary.times_of(found)[0] == summary.RankTime(in_calls=2.0, outside=5.0)
     (calls,) = summary.calls_of(found)
-    assert (calls.count, calls.seconds) == (2, 6.0)
+    assert calls == spans[:2]
     files.write(found, tmp_path / "run.json")
     assert files.load(tmp_path / "run.json").spans == spans
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]

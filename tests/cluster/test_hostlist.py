@@ -60,9 +60,9 @@ def test_scontrol_prints_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("n[1-2", r"a '\[' without its '\]'"),
-        ("n1-2]", r"a '\]' without its '\['"),
-        ("n[1,[3-4]]", "a bracket in a bracket"),
+        ("n[1-2", r"a bracket without the other one, or in another, '\[1-2'"),
+        ("n1-2]", "a bracket without the other one"),
+        ("n[1,[3-4]]", "a bracket without the other one, or in another"),
         ("n[]", "'', which is neither a number nor a range"),
         ("n[,1]", "'', which is neither"),
         ("n[a-b]", "'a-b', which is neither"),

@@ -279,9 +279,7 @@ def test_ranks_that_srun_left_alone_raise(cluster):
     assert allowed.count("replicas 1") == RANKS
     command = ("python", "-m", "mpidist")
     shown = cluster.run(*srun, *command, "info", check=False)
-    assert (
-        f"1 on 1 node (each of the {RANKS} processes is alone: see problems)" in shown
-    )
+    assert "1 on 1 node\n" in shown
     assert shown.count("but to mpi4py") == 1, shown
     checked = cluster.run(*srun, *command, "check", check=False)
     assert checked.count("ranks           FAILED") == 1, checked
@@ -339,9 +337,10 @@ def test_nodes_of_one_name_are_those_that_share_memory():
     with slurm_cluster.Cluster(int(nodes), own_names=False) as unnamed:
         shown = unnamed.run(*srun, "info")
         checked = unnamed.run(*srun, "check")
-    assert "2 on 1 node; MPI takes them for 2, see mpidist check" in shown
+    assert "ranks        2 on 1 node\n" in shown
     assert "shared: all ranks are on one node" in shown
-    assert "the ranks that share memory are 2, and MPI takes them for 1 + 1" in checked
+    for text in (shown, checked):
+        assert "the ranks that share memory are 2, and MPI takes them for 1 + 1" in text
     name = os.uname().nodename.partition(".")[0]
     why = f"this host is {name}, and its NodeName in slurm.conf is node1: Open MPI"
     if not open_mpi:
