@@ -253,28 +253,26 @@ def test_a_program_that_ends_by_an_exception_leaves_what_it_has_done(tmp_path):
     assert path.exists()
 
 
-def test_strategies_of_groups_are_told_apart(tmp_path):
-    body = """
-    import numpy as np
-    import mpidist
+@pytest.mark.mpi(min_size=4)
+def test_strategies_of_groups_are_told_apart(new_strategy, folder, rank, size):
     from mpi4py import MPI
-    rank = MPI.COMM_WORLD.rank
-    def step():
-        return mpidist.get_replica_context().all_reduce("SUM", np.ones(10))
-    half = mpidist.MPIStrategy(MPI.COMM_WORLD.Split(rank % 2))
-    half.run(step)
-    mpidist.MPIStrategy().run(step)
-    """
-    path = tmp_path / "run.json"
-    done = run(body, path, 4)
-    assert (done.returncode, done.stderr) == (0, "")
-    spans = [s for s in files.read(path).spans if s.text.startswith("all_reduce")]
-    members = {}
-    for span in spans:
-        members.setdefault(span.strategy, set()).add(span.rank)
-    assert sorted(map(sorted, members.values())) == [[0, 1, 2, 3], [0, 2], [1, 3]]
-    for span in spans:
-        assert span.waited_for in {-1, *members[span.strategy]}
+
+    path, half = folder / "run.json", MPI.COMM_WORLD.Split(rank % 2)
+    with mpidist.timeline(path):
+        new_strategy(comm=half).run(all_reduce)
+        new_strategy().run(all_reduce)
+    half.Free()
+    if rank == 0:
+        calls = reductions_in(path)
+        members = {}
+        for span in calls:
+            members.setdefault(span.strategy, set()).add(span.rank)
+        ranks = range(size)
+        groups = sorted(map(sorted, members.values()))
+        assert groups == sorted([[*ranks], [*ranks[::2]], [*ranks[1::2]]])
+        assert len(calls) == 2 * size
+        assert all(x.waited_for in {-1, *members[x.strategy]} for x in calls)
+    everywhere(None)
 
 
 @pytest.mark.core
