@@ -85,6 +85,7 @@ def test_grain_data_loader(strategy, grain):
     assert sorted(flat(seen + rest)) == list(range(ROWS))
 
 
+@pytest.mark.one_size
 def test_grain_shards_for_each_rank(strategy, grain, rank, size):
     def dataset_fn(context):
         rows = grain.MapDataset.source(np.arange(ROWS))
@@ -96,6 +97,7 @@ def test_grain_shards_for_each_rank(strategy, grain, rank, size):
     assert sorted(flat(seen)) == list(range(ROWS))
 
 
+@pytest.mark.one_size
 def test_rows_of_grain_are_read_by_their_rank_only(strategy, grain, rank):
     read = []
     rows = grain.MapDataset.source(np.arange(ROWS)).map(
