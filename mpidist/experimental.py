@@ -1,6 +1,6 @@
 """What ``tf.distribute`` keeps in its ``experimental`` module."""
 
-from mpidist._agreement.begun import CollectiveHandle as CollectiveHandle
+from mpidist._agreement.async_calls import CollectiveHandle as CollectiveHandle
 from mpidist._base.options import (
     CollectiveHints as CollectiveHints,
     CommunicationImplementation as CommunicationImplementation,

@@ -3,11 +3,11 @@
 A rank gives up at its deadline, after an exception in the middle of a call, or because
 another one has. Its strategy is then *broken*: another rank may still come to the call,
 and its header may still complete. The others learn of it by a notice (`notices`), and
-those that move data in shared memory there.
+those that move data in shared memory by a mark in that memory.
 
 A rank may also be *lost*: its process has died, and the job goes on (`lives`). The rank
-that finds that tells the others by MPI, which ends their calls, and in the shared
-memory, and all raise `ReplicaLostError`.
+that finds out revokes the communicator, which ends the MPI calls of the others, and
+marks the shared memory; all raise `ReplicaLostError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from mpidist._agreement.call_state import SharedState
+from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import LeftError
 from mpidist._agreement.lives import Lives
 from mpidist._agreement.mismatch import Call
@@ -42,7 +42,7 @@ _ALONE: Final = (
 
 
 class State(enum.Enum):
-    """Whether a rank can make the calls of its strategy; all but two are for good."""
+    """Whether a rank can make calls of its strategy. Only the first two can change."""
 
     USABLE = "it can"
     ALONE = "not now: merge_fn runs on this rank alone"
@@ -53,14 +53,14 @@ class State(enum.Enum):
 
 
 class Payload:
-    """The context of what all ranks are in the middle of.
+    """A context for the part of a call in which data moves.
 
-    A class, since a generator would take three times as long. An exception that leaves
-    the block breaks it off.
+    An exception that leaves the block breaks the call off on all ranks. It is a class,
+    since a generator would take three times as long.
 
     Args:
-        breakdown: breaks it off (`Breakdown.abandon`).
-        what: it is.
+        breakdown: its `abandon` breaks the call off.
+        what: the text of the call.
     """
 
     __slots__ = ("_breakdown", "_what")
@@ -80,11 +80,11 @@ class Payload:
 
 
 class Checking:
-    """The context of what a rank does alone before a call; a class, as `Payload`.
+    """A context for what a rank does alone before a call; a class, as `Payload`.
 
     Args:
         fail: tells all ranks of an exception (`Guard.fail`); returns what to raise.
-        call: its name, if its arguments are checked; else the call.
+        call: the call; or only its name, while its arguments are checked.
     """
 
     __slots__ = ("_call", "_fail")
@@ -109,48 +109,49 @@ class Checking:
 
 
 class Breakdown:
-    """Whether the calls of a strategy can still be made; and if not, why.
+    """Whether calls of a strategy can still be made; and if not, why.
 
     Args:
         comm: the ranks.
-        shared: the call that this rank is in.
+        call_state: the call that this rank is in.
 
     Attributes:
-        state: whether they can.
-        why: they cannot; "" if they can.
-        notices: what the ranks tell each other.
-        when_timed_out: called at the deadline with the error that is about to be
-            raised, here or on a rank that told this one; None: nothing is.
+        state: whether calls can be made.
+        why: the reason why none can be made any more; "" if they can.
+        notices: what waiting ranks tell each other.
+        lives: which ranks are alive.
+        when_timed_out: called with each `CollectiveTimeoutError` that this rank is
+            about to raise, also if another rank has given up; None: nothing is called.
     """
 
     when_timed_out: Callable[[CollectiveTimeoutError], None] | None = None
 
-    def __init__(self, comm: AnyCommunicator, shared: SharedState) -> None:
+    def __init__(self, comm: AnyCommunicator, call_state: CallState) -> None:
         self._comm = comm
-        self._shared = shared
+        self._call_state = call_state
         self.state: State = State.USABLE
         self.why: str = ""
         self.notices: Notices = Notices(comm)
         self.lives: Lives = Lives(comm)
         self._lost: tuple[int, ...] = ()
-        self._untold = ""  # what this rank has left, until the others know
+        self._untold = ""  # the call that this rank has left, until the others know
 
     def set(self, state: State, why: str) -> None:
         """Enter a state in which no call can be made any more."""
         self.state, self.why = state, why
-        self._shared.blocked = True
+        self._call_state.blocked = True
 
     def error(self) -> RuntimeError:
-        """Return what the calls of a strategy raise that cannot be used now."""
+        """Return what calls raise while the strategy cannot be used."""
         text = on_rank(self._comm.rank, self.why or _ALONE)
         if self.state in (State.CLOSED, State.ALONE):
             return RuntimeError(text)
         if self.state is State.LOST:
-            return ReplicaLostError(text, self._lost, self._shared.call.text)
+            return ReplicaLostError(text, self._lost, self._call_state.call.text)
         return self.timed_out(CollectiveTimeoutError(text))
 
     def timed_out(self, error: CollectiveTimeoutError) -> CollectiveTimeoutError:
-        """Return an error that is about to be raised at the deadline."""
+        """Call `when_timed_out` for an error that is about to be raised; return it."""
         if self.when_timed_out is not None:
             self.when_timed_out(error)
         return error
@@ -167,9 +168,9 @@ class Breakdown:
         """
         if isinstance(error, LeftError):
             return self._learn(what, error)
-        shared = self._shared
-        if shared.begun is not None and shared.begun.unsettled:
-            shared.begun.stop(error)
+        state = self._call_state
+        if state.begun is not None and state.begun.unsettled:
+            state.begun.stop(error)
         if self._comm.outlives_ranks and not isinstance(error, RecursionError):
             error = self.failed(error)
         if not self.why and self._comm.size > 1:
@@ -179,21 +180,23 @@ class Breakdown:
                 f"{what}; {_UNUSABLE}"
             )
             self.state, self.why = State.GAVE_UP, why
-            shared.blocked = True
+            state.blocked = True
             self._untold = what
             self.repeat_notice()
-            shared.channel.leave()
+            state.channel.leave()
         return error
 
     def repeat_notice(self) -> None:
-        """Tell the others that this rank has left, if that has failed before.
+        """Tell the others that this rank has left, if an earlier attempt failed.
 
-        For example by a RecursionError, which is over some frames farther up. pickle
-        makes an error of its own of one.
+        It fails where the stack is full; some frames farther up it works. pickle turns
+        a RecursionError into an error of its own.
         """
         if self._untold:
             try:
-                self.notices.post(Wait(self._untold, self._shared.sequence), self.why)
+                self.notices.post(
+                    Wait(self._untold, self._call_state.sequence), self.why
+                )
             except (RecursionError, pickle.PicklingError):
                 return
             self._untold = ""
@@ -202,8 +205,8 @@ class Breakdown:
         """Give up at the deadline; return what to raise.
 
         Args:
-            wait: that was in vain.
-            why: and what the user can do.
+            wait: the wait that has timed out.
+            why: the reason, and what the user can do.
         """
         self.notices.post_last(wait, why)
         self.set(State.GAVE_UP, why)
@@ -212,7 +215,7 @@ class Breakdown:
 
     def read_notices(self) -> bool:
         """Return whether another rank has told this one that it has given up."""
-        why = self.notices.read(self._shared.sequence)
+        why = self.notices.read(self._call_state.sequence)
         if why:
             self.set(State.TOLD, why)
         return bool(why)
@@ -235,7 +238,7 @@ class Breakdown:
             self.set(State.GAVE_UP, why)
             self._untold = what
             self.repeat_notice()
-        self._shared.channel.leave()
+        self._call_state.channel.leave()
         return self.error()
 
     # --- ranks that die -----------------------------------------------------------
@@ -265,7 +268,7 @@ class Breakdown:
             "of its communicator, and make another `MPIStrategy` on the result",
         )
         self._comm.revoke()
-        self._shared.channel.leave()
+        self._call_state.channel.leave()
         return self.error()
 
     def failed(self, error: BaseException) -> BaseException:
@@ -276,30 +279,32 @@ class Breakdown:
         losses = survival.losses_behind(error, self.lives.losses)
         if losses is None:
             return error
-        return self.error() if self.why else self._lose(self._shared.call.text, losses)
+        return (
+            self.error() if self.why else self._lose(self._call_state.call.text, losses)
+        )
 
     # --- the end of the program ---------------------------------------------------
 
     def post_end(self, end: End) -> None:
-        """Tell the others how far this process is with its end."""
-        self.notices.post_end(self._shared.sequence, end)
+        """Tell the others how far this process is in ending."""
+        self.notices.post_end(self._call_state.sequence, end)
 
     @property
     def gave_up(self) -> bool:
-        """Whether it is to tell the others when this process comes to its end."""
+        """Whether the others have to be told when this process ends."""
         if self.state is State.LOST:  # MPI sends no notice if the job goes on
             return not self._comm.outlives_ranks
         return self.state in (State.GAVE_UP, State.TOLD)
 
     @property
     def misses_ranks(self) -> bool:
-        """Whether it gave up, and some rank has not come to its end since."""
+        """Whether this rank gave up, and some other rank has not ended since."""
         return self.gave_up and not self.notices.all_ended
 
     def wait_for_ends(
         self, patience: float | None = None, end: End = "ends"
     ) -> Iterator[None]:
-        """Wait, after giving up, at the end of the program, for those of the others.
+        """After giving up, at the end of this program: wait for the ends of the others.
 
         Yields while it waits.
 
@@ -309,4 +314,4 @@ class Breakdown:
         """
         if self.state is State.LOST and self._comm.outlives_ranks:
             return iter(())
-        return self.notices.wait_for_ends(self._shared.sequence, patience, end)
+        return self.notices.wait_for_ends(self._call_state.sequence, patience, end)

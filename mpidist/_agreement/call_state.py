@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mpidist import _native
-from mpidist._agreement.begun import BegunCalls
+from mpidist._agreement.async_calls import AsyncCalls
 from mpidist._agreement.channel import Channel
 from mpidist._agreement.mismatch import Call
 from mpidist._timeline.observer import NOTHING, Calls, Span
 
 if TYPE_CHECKING or _native.core is None:
-    _CallState = object
+    _CoreCallState = object
 else:
-    _CallState = _native.core.CallState
+    _CoreCallState = _native.core.CallState
 
 
-class SharedState(_CallState):
+class CallState(_CoreCallState):
     """The call that a rank is in, for the parts of its guard.
 
     Args:
@@ -30,17 +30,17 @@ class SharedState(_CallState):
         timeout_seconds: how long a rank waits for the others; 0: forever.
 
     Attributes:
-        call: that the rank is in, or made last.
+        call: the call that the rank is in, or made last.
         previous_call: the one before.
         timeout: how long this rank waits for the others in it, in seconds; 0: forever.
-        timeout_seconds: the same, of calls that name no other time.
+        timeout_seconds: the same, for calls without a time-out of their own.
         sequence: the number of headers that have completed; the same on all ranks.
-        blocked: whether a call may not begin before it has been checked.
+        blocked: whether `Guard` has to check, before a call begins, that it may.
         cut_off: whether an exception came in the middle of a call of the core.
-        sections: of each that the rank is in, outermost first: what its calls raise,
-            because some rank turned out not to be in it; None: nothing. See `sections`.
-        begun: the calls that were begun and end later; None: there were none.
-        calls: tell the observers of the strategy's calls; None: it has none.
+        sections: one entry for each open section, outermost first: the exception that
+            calls in it raise, once some rank is known not to be in it; None until then.
+        begun: the asynchronous calls; None: there were none.
+        calls: tells the observers of each call; None: there are no observers.
     """
 
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:
@@ -54,30 +54,30 @@ class SharedState(_CallState):
         self.cut_off: bool = False
         self.channel: Channel = channel
         self.sections: list[BaseException | None] = []
-        self.begun: BegunCalls | None = None
+        self.begun: AsyncCalls | None = None
         self.calls: Calls | None = None
 
     @property
     def deserted(self) -> BaseException | None:
-        """What the calls of the innermost section raise, if some rank is not in it."""
+        """What calls in the innermost section raise if some rank is not in it."""
         return self.sections[-1] if self.sections else None
 
     @property
     def patience_ms(self) -> int:
-        """How long calls wait that name no other time, in milliseconds; 0: forever."""
+        """The default time-out of calls in milliseconds; 0: they wait forever."""
         return int(self.timeout_seconds * 1000)
 
     def settle(self) -> None:
-        """Wait for the calls that were begun, before another one is made.
+        """Wait for the asynchronous calls, before another call is made.
 
         Raises:
-            BaseException: what one of them raised, if nobody asked its handle.
+            BaseException: what one of them raised, if its handle has not raised it.
         """
         if self.begun is not None and self.begun.unsettled:
             self.begun.settle()
 
     def raise_failure(self) -> None:
-        """Raise what a call that was begun has raised until now, without waiting."""
+        """Raise what an asynchronous call has raised so far, without waiting."""
         if self.begun is not None and self.begun.failure is not None:
             raise self.begun.failure
 
@@ -87,8 +87,8 @@ class SharedState(_CallState):
         """Return a context in which the observers of this strategy see a header.
 
         Args:
-            call: of the header.
-            section: that ends with it; None: none does.
+            call: the call of the header.
+            section: the section that ends with it; None: none does.
         """
         if self.calls is None:
             return NOTHING

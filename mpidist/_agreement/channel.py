@@ -54,9 +54,9 @@ class LeftError(Exception):
 
 
 Verdict: TypeAlias = tuple[int, int, int, int, int]
-"""What all ranks have said: whether a flag is up; whether the calls are the same, and
-the values; whether all results are in arenas; the largest integer. A plain tuple, since
-the core makes one for every header."""
+"""What the headers of all ranks say together: whether a flag is up; whether the calls
+are the same; whether the values are; whether all results are in arenas; the largest
+integer. A plain tuple, since the core makes one for every header."""
 
 
 class Channel(Protocol):
@@ -68,11 +68,11 @@ class Channel(Protocol):
 
     @property
     def moves(self) -> bool:
-        """Whether this rank waits for the data behind a header, not for the header."""
+        """Whether this rank waits for the data that follows a header."""
 
     @property
     def verdict(self) -> Verdict:
-        """What all ranks have said in the last header."""
+        """What the last headers of all ranks say together."""
 
     @property
     def headers(self) -> int:
@@ -173,7 +173,7 @@ class SelfChannel:
 
 
 class ExchangeChannel:
-    """A channel by one exchange of integers for each header.
+    """A channel that gathers each header as integers, by MPI or between threads.
 
     Args:
         start: starts to send integers of each rank to all.
@@ -197,9 +197,7 @@ class ExchangeChannel:
 
     def meet(self, *header: int) -> int:
         """Exchange a header, and return a status. Collective."""
-        self.start(*header)
-        request = self._request
-        assert request is not None
+        request = self.start(*header)
         try:
             poll(request, self.pause or _ignore)
         except BaseException:
@@ -207,14 +205,16 @@ class ExchangeChannel:
             raise
         return self._judge(request.result)
 
-    def start(self, *header: int) -> None:
+    def start(self, *header: int) -> Request:
         """Publish a header without waiting for those of the others."""
         *said, patience_ms, _ = header  # there is no arena, so no offset
         # For how long another rank can have waited for this one.
         lateness = int(1000 * self.lateness)
         self._last = time.monotonic()
         self.headers += 1
-        self._request = self._start((*said, patience_ms or _UNLIMITED, lateness))
+        request = self._start((*said, patience_ms or _UNLIMITED, lateness))
+        self._request = request
+        return request
 
     def test(self) -> int | None:
         """Return the status of the header of `start`; None if some are missing."""
@@ -242,4 +242,4 @@ class ExchangeChannel:
 
 
 def _ignore(waited: float) -> None:
-    """Do nothing while a rank waits: there is no guard."""
+    """Do nothing during a wait: no guard watches the channel yet."""

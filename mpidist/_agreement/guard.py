@@ -28,9 +28,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from mpidist._agreement.begun import BegunCalls
+from mpidist._agreement.async_calls import AsyncCalls
 from mpidist._agreement.breakdown import Breakdown, Checking, Payload, State
-from mpidist._agreement.call_state import SharedState
+from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import (
     AGAIN,
     DIFFERENT,
@@ -51,7 +51,7 @@ from mpidist._timeline.observer import NOTHING
 _UNSETTLED: Final = (AGAIN, LEFT)
 
 
-class Guard(SharedState):
+class Guard(CallState):
     """Agreement, propagation of errors and deadline for one communicator.
 
     Args:
@@ -66,12 +66,12 @@ class Guard(SharedState):
         breakdown: whether calls can still be made, and what happens when they cannot.
         waits: of this rank for the others.
         reports: of the ranks, if their calls differ.
-        before_call: called before a call of this rank while it is alone (`set_alone`);
-            it makes the call legal.
+        before_call: called before a collective call while this rank is alone
+            (`set_alone`), to make it legal; None: such a call is an error.
     """
 
     # Of the base class; without these lines pyright calls their types ambiguous.
-    begun: BegunCalls | None
+    begun: AsyncCalls | None
     channel: Channel
     blocked: bool
     sequence: int
@@ -120,10 +120,10 @@ class Guard(SharedState):
         self.waits.watchdog.close()
 
     def set_alone(self, alone: bool) -> bool:
-        """Say whether merge_fn runs on this rank alone; return what it was before.
+        """Set whether merge_fn runs on this rank alone; return the value before.
 
-        While it does, collective calls of this rank are errors, since the other ranks
-        would not make them; or `before_call` is called first.
+        While it does, a collective call of this rank is an error, since the other ranks
+        would not make it, unless `before_call` makes it legal.
         """
         breakdown = self.breakdown
         before = breakdown.state is State.ALONE
@@ -136,7 +136,7 @@ class Guard(SharedState):
         return before
 
     def update_blocked(self) -> None:
-        """Have calls checked before they begin, if something may be in their way."""
+        """Set `blocked`: whether something may keep the next call from being made."""
         self.blocked = (
             self.breakdown.state is not State.USABLE
             or self.deserted is not None
@@ -169,7 +169,7 @@ class Guard(SharedState):
         offset: int = NOWHERE,
         timeout: float | None = None,
     ) -> bool:
-        """As `agree`, also with the guard off; return whether all values are the same.
+        """Do as `agree`, even with the guard off; return whether all values are equal.
 
         Args:
             call: what this rank is about to do.
@@ -185,26 +185,26 @@ class Guard(SharedState):
 
     @property
     def largest(self) -> int:
-        """The largest one that a rank gave to the last `agree_on`."""
+        """The largest of the integers ``largest`` in the last `agree_on`."""
         return self.channel.verdict[4]
 
     @property
     def in_arenas(self) -> bool:
-        """Whether all ranks gave the last `agree_on` an offset in an arena."""
+        """Whether all ranks gave an ``offset`` in an arena to the last `agree_on`."""
         return bool(self.channel.verdict[3])
 
     def begin(self, call: Call, timeout: float | None = None) -> int:
-        """Say which call this rank is in, and how long it waits.
+        """Note which call this rank is in; return its time-out.
 
         Returns:
-            For how many milliseconds this rank waits for the others; 0: forever.
+            How many milliseconds this rank waits for the others; 0: forever.
         """
         self.previous_call, self.call = self.call, call
         self.timeout = self.timeout_seconds if timeout is None else timeout
         return int(self.timeout * 1000)
 
     def enter(self, call: Call, timeout: float | None = None) -> int:
-        """Begin a call whose header the caller exchanges itself; return as `begin`."""
+        """Begin a call whose header the caller exchanges; return its time-out in ms."""
         if self.blocked:
             self._require_usable()
         if self.calls is not None:
@@ -212,12 +212,12 @@ class Guard(SharedState):
         return self.begin(call, timeout)
 
     def conclude(self, status: int | None, exchange: Callable[[int], int]) -> None:
-        """Deal with the status of a header exchanged after `enter`. Collective.
+        """Act on the status of a header that was exchanged after `enter`. Collective.
 
         Args:
             status: of the header.
-            exchange: exchanges it once more, if some rank was late; gets the
-                milliseconds that this rank waits for the others.
+            exchange: exchanges the header once more, if some rank was late; gets the
+                time-out in milliseconds, and returns the status.
 
         Raises:
             BaseException: what the reports of all ranks show, if their calls differ.
@@ -303,29 +303,30 @@ class Guard(SharedState):
             raise breakdown.error()
 
     def payload(self, call: Call | None = None) -> Payload:
-        """Return a context that breaks off (`abandon`) if an exception leaves it.
+        """Return a context for moving data: an exception breaks the call off.
 
         Args:
-            call: what all ranks are in the middle of; None: the last call.
+            call: the call that moves data; None: the last call.
         """
         return Payload(self.breakdown, (call or self.call).text)
 
     def abandon(self, call: Call | None, error: BaseException) -> BaseException:
-        """Break off what all ranks are in the middle of; return what to raise.
+        """Break off a call in the middle of its data; return what to raise.
 
         The others, which would wait for this rank forever, raise too.
 
         Args:
-            call: what it is; None: the last call.
+            call: the call; None: the last one.
             error: what this rank raised in it: usually a signal's, or `LeftError`.
         """
         return self.breakdown.abandon((call or self.call).text, error)
 
     def interrupted(self, what: str, error: BaseException) -> bool:
-        """Tell the others if an exception came to this rank from outside, in a call.
+        """Tell the others if a signal's exception, or the like, has left a call.
 
-        At any line, so it is not known how much of the call is done: the strategy is
-        then unusable. To be called where exceptions leave what ranks do together.
+        It can come at any line, so it is not known how much of the call is done, and
+        the strategy is unusable from then on. To be called in the outermost ``except``
+        of everything that ranks do together (`mpidist._runtime.interruptions`).
 
         Returns:
             Whether ``error`` is such an exception.
@@ -365,11 +366,11 @@ class Guard(SharedState):
         return found
 
     def checking(self, call: str | Call) -> Checking:
-        """Return a context in which this rank alone checks, or prepares, a call."""
+        """Return a context for checks before a call: all ranks raise what it raises."""
         return Checking(self.fail, call)
 
     def span(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context for own work, which a timeline shows as ``text``."""
+        """Return a context for work of this rank, which timelines show as ``text``."""
         if self.calls is None:
             return NOTHING
         return self.calls.work(text, self.sequence + 1)

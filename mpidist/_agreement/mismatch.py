@@ -1,4 +1,7 @@
-"""Reports: what ranks tell each other if they differ, and what each then raises."""
+"""A `Call`; the `Report` of each rank if calls differ; what each then raises (`judge`).
+
+The ranks exchange the reports in `reports`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Site(NamedTuple):
 
 
 class _Begun(threading.local):
-    """Where the program began the call that this thread makes for it."""
+    """For the thread of asynchronous calls: where the program began the current one."""
 
     site: Site | None = None
 
@@ -80,9 +83,9 @@ class Report:
         rank: the sender.
         call: what it was about to do.
         site: where the user's code made the call.
-        kind: of its exception: it was raised by the program ("raised"), or in the
-            arguments of a call ("invalid"); all ranks have it already ("agreed"); the
-            rank has left the program ("exit"). "none": it has none.
+        kind: of its exception. "none": it has none. "raised": the program raised it.
+            "invalid": an argument of a call is wrong. "agreed": all ranks have raised
+            it already. "exit": it stands for the end of the rank's program.
         trace: the traceback of the exception.
         pickled_error: the exception; b"" if it cannot be pickled.
         exits: whether the exception is a SystemExit.
@@ -109,7 +112,7 @@ class Report:
         cls, rank: int, call: Call, error: BaseException | None, kind: ErrorKind
     ) -> Report:
         """Describe where this rank is, and its exception if it has one."""
-        report = cls(rank, call.text, _call_site())
+        report = cls(rank, call.text, _describe_site(begun.site or user_site()))
         if error is not None:
             report.kind = kind
             report.trace = describe_exception(error)
@@ -120,7 +123,8 @@ class Report:
                     report.exit_code = int(code) if isinstance(code, int) else str(code)
                 if kind == "raised":  # in a section, whose end says less
                     report.call = f"sys.exit({'' if code is None else repr(code)})"
-                    report.site = _describe_site(_raised_at(error))
+                    frames = [*traceback.walk_tb(error.__traceback__)]
+                    report.site = _describe_site(_innermost(reversed(frames)))
         return report
 
 
@@ -322,12 +326,8 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
     return error
 
 
-def _call_site() -> str:
-    """Return where the user's code made the call, as `` (at file.py:12 in fn)``."""
-    return _describe_site(begun.site or user_site())
-
-
 def _describe_site(site: Site | None) -> str:
+    """Return a place in the user's code, as `` (at file.py:12 in fn)``."""
     if site is None:
         return ""
     return f"  (at {os.path.basename(site.file)}:{site.line} in {site.function})"
@@ -338,12 +338,8 @@ def user_site() -> Site | None:
     return _innermost(traceback.walk_stack(sys._getframe(1)))
 
 
-def _raised_at(error: BaseException) -> Site | None:
-    """Return where the user's code raised an exception."""
-    return _innermost(reversed([*traceback.walk_tb(error.__traceback__)]))
-
-
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Site | None:
+    """Return the first of the frames that is the user's code."""
     for frame, line in frames:
         code = frame.f_code
         path = os.path.abspath(code.co_filename)

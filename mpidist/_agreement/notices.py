@@ -1,10 +1,10 @@
 """Notices: what ranks tell each other while they wait.
 
 A rank that waits for long posts a *notice* to all others: who it is, and what it waits
-for. Those that wait as well then post theirs. So every waiting rank knows which
-ranks wait as it does, and which are missing. A rank that gives up posts a last notice,
-by which the other waiting ranks give up as well. One that has given up and comes to the
-end of its program says so, too.
+for. The others that wait then post theirs. So every waiting rank knows which ranks wait
+for the same, and which are missing: `describe` makes the text that users see. A rank
+that gives up posts a last notice, by which the other waiting ranks give up as well. A
+rank that has given up also posts one when its program ends.
 
 Notices are small messages that their receiver need not expect. They are read only by
 ranks that wait, or that have been away for long.
@@ -42,8 +42,8 @@ AT_END: Final = "the end of the program"
 """What a rank waits for at its end."""
 
 End: TypeAlias = Literal["", "ends", "interrupted", "told"]
-"""How far a process is: "" not at its end; it ends; it does because of a signal; and it
-has told the user why."""
+"""How far a process is in ending: "" it is not; "ends"; "interrupted": it ends because
+of a signal; "told": it ends, and has told the user why."""
 
 
 @dataclasses.dataclass
@@ -58,9 +58,9 @@ class Notice:
         awaited: the ranks whose data it waits for.
         missing: the ranks that it has given up on.
         lost: those of them that will never come.
-        end: how far its process is.
+        end: how far its process is in ending.
         waited: for how many seconds it has waited.
-        came: when this rank got it.
+        came: when this rank got the notice.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Wait:
     """A wait of this rank, as its messages describe it.
 
     Attributes:
-        what: it waits for.
+        what: what it waits for.
         sequence: the number of its last header.
         before: the call of that header.
         missing: the ranks that the channel knows not to be there.
@@ -173,7 +173,7 @@ class Notices:
         return [notice for _, notice in latest if notice.sequence == sequence]
 
     def longest_wait(self, what: str, sequence: int) -> float:
-        """Return for how long others have waited for the same; 0.0: none says so."""
+        """Return the longest wait of another rank for the same; 0.0: none is known."""
         now, me = time.monotonic(), self._comm.rank
         same = [notice for notice in self._after(sequence) if notice.call == what]
         waits = [
@@ -186,9 +186,10 @@ class Notices:
         return any(x.rank != self._comm.rank for x in self._after(sequence))
 
     def are_quiet(self, sequence: int) -> bool:
-        """Whether none came for as long as those after this header took to come.
+        """Whether no notice has come for long enough that no more are expected.
 
-        Ranks that share cores post late, one by one.
+        That is as long as those after this header took to come, from the first to the
+        last: ranks that share cores post late, one by one.
         """
         came = [notice.came for notice in self._after(sequence)]
         first, last = min(came, default=0.0), max(came, default=0.0)
@@ -196,7 +197,7 @@ class Notices:
         return time.monotonic() - last >= quiet
 
     def waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
-        """Return the ranks that wait as this one does, and those that do not."""
+        """Return the ranks that wait for the same as this one, and the missing ones."""
         notices = self._after(wait.sequence)
         waiting = [notice.rank for notice in notices]
         # The channel knows who has not made the last step, if that is what is missing.
@@ -252,26 +253,25 @@ class Notices:
     @property
     def tells_user(self) -> bool:
         """Whether this rank is the one, of those interrupted, that tells the user."""
-        return not self.is_told and min([self._comm.rank, *self.interrupted]) == (
-            self._comm.rank
-        )
+        rank = self._comm.rank
+        return not self.is_told and rank == min([rank, *self.interrupted])
 
     def post_end(self, sequence: int, end: End) -> None:
-        """Tell the others how far this process is with its end."""
+        """Tell the others how far this process is in ending."""
         self.post(Wait(AT_END, sequence), end=end)
 
     def wait_for_ends(
         self, sequence: int, patience: float | None = None, end: End = "ends"
     ) -> Iterator[None]:
-        """Wait, after giving up, at the end of the program, for those of the others.
+        """After giving up, at the end of this program: wait for the ends of the others.
 
         Yields while it waits. Ranks that still run may be saving something, and
-        launchers end them when this process ends without `MPI_Finalize`; those that
+        launchers end them when this process ends without `MPI_Finalize`. Ranks that
         were missing are waited for only for a moment.
 
         Args:
             sequence: the number of this rank's last header.
-            patience: seconds to wait for any of them; None: as said above.
+            patience: seconds to wait for all others; None: as said above.
             end: what this rank tells the others.
         """
         others = set(range(self._comm.size)) - {self._comm.rank}

@@ -1,9 +1,9 @@
 """How a rank waits for MPI: it tests, then yields its core, then sleeps.
 
 MPI makes progress only while it is called, so every wait is a loop of tests. `poll` is
-the loop that looks at a clock: waits for headers, data and messages differ in what they
-do several times a second (``look``), which is where deadlines are. Before it the core
-tests headers and their data for a moment, without Python (``_native/py_between.c``).
+the only such loop in Python: waits for headers, data and messages differ in what they
+do several times a second (``look``), which checks deadlines. Before it the core tests
+headers and their data for a moment, without Python (``_native/py_between.c``).
 Ranks that share memory wait in ``_native/channel.c``.
 """
 
@@ -33,10 +33,11 @@ class _Here(threading.local):
     """How this thread waits.
 
     Attributes:
-        calm: whether it sleeps at once, for another that needs the core; None: never.
+        yields_core: returns whether to sleep at once, as another thread of this process
+            needs the core; None: this thread never does.
     """
 
-    calm: Callable[[], bool] | None = None
+    yields_core: Callable[[], bool] | None = None
 
 
 here: Final = _Here()
@@ -60,7 +61,7 @@ def poll(
     wait = getattr(request, "wait_for", None)
     start = time.monotonic()
     next_look = start + LOOK_SECONDS
-    calm = here.calm
+    yields_core = here.yields_core
     while not request.Test():
         now = time.monotonic()
         if now >= next_look:
@@ -69,7 +70,7 @@ def poll(
                 start = now
         if wait is not None:
             wait(LOOK_SECONDS)
-        elif now - start < yield_seconds and not (calm is not None and calm()):
+        elif now - start < yield_seconds and not (yields_core and yields_core()):
             os.sched_yield()
         else:
             is_new = now - start < _SHORT_SLEEPS_UNTIL

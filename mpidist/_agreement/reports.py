@@ -1,4 +1,7 @@
-"""What all ranks do if a header shows a difference: they meet, and exchange reports."""
+"""What all ranks do if a header shows a difference: they exchange reports.
+
+What a report says, and what a rank raises because of all reports, is in `mismatch`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpidist._agreement.breakdown import Breakdown, Payload
-from mpidist._agreement.call_state import SharedState
+from mpidist._agreement.call_state import CallState
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
 from mpidist._base.errors import as_told
 from mpidist._mpi.any_communicator import AnyCommunicator
@@ -25,22 +28,22 @@ class Reports:
 
     Args:
         comm: the ranks.
-        shared: the sections that this rank is in.
+        call_state: the sections that this rank is in.
         breakdown: what happens if that fails.
 
     Attributes:
         failures: how often ranks have differed; it changes on all ranks, or on none.
         calls: the texts of the calls of all ranks, when they differed last.
-        writes: of the current update, which are undone if the ranks differ.
+        writes: what the current update has written; undone if the ranks differ.
         repair: makes the copies of variables, given by their keys, equal again after
             an update that has failed. Collective.
     """
 
     def __init__(
-        self, comm: AnyCommunicator, shared: SharedState, breakdown: Breakdown
+        self, comm: AnyCommunicator, call_state: CallState, breakdown: Breakdown
     ) -> None:
         self._comm = comm
-        self._shared = shared
+        self._call_state = call_state
         self._breakdown = breakdown
         self.failures: int = 0
         self.calls: set[str] = set()
@@ -67,7 +70,7 @@ class Reports:
             The exception that this rank raises; and whether all are at the end of the
             same section.
         """
-        sections = self._shared.sections
+        sections = self._call_state.sections
         with Payload(self._breakdown, call.text):
             self.failures += 1
             report = Report.of(self._comm.rank, call, error, kind)
@@ -82,7 +85,7 @@ class Reports:
             as_told(found)
             for level in range(min(report.depth for report in reports), len(sections)):
                 sections[level] = found
-            self._shared.blocked |= self._shared.deserted is not None
+            self._call_state.blocked |= self._call_state.deserted is not None
             # All ranks are here now, whatever each was about to do: the only moment at
             # which an update that some of them did not make can be undone.
             written = sorted({key for report in reports for key in report.written})

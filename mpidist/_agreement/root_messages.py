@@ -61,8 +61,8 @@ class RootMessages:
         self.guard = guard
         self.ring = ring
         self.route = "mpi" if ring is None else "shared"
-        # For messages of medium length: their length is on its way when the rest is
-        # received, and no allocation may fail in between. No page is used before.
+        # For the rest of messages of medium length: after rank 0 has sent the length no
+        # allocation may fail. A page of it uses no memory before its first use.
         self._message_room = np.empty(_MESSAGE_ROOM, np.uint8)
 
     @observed(_sends)
@@ -84,7 +84,7 @@ class RootMessages:
         if not short:
             raw = np.frombuffer(data, np.uint8)
             if len(data) > _MESSAGE_ROOM:
-                comm.together(_allocate_nothing, FROM_RANK_0)
+                comm.together(lambda: None, FROM_RANK_0)  # the others allocate
             comm.broadcast(raw, 0)
 
     def _post(self, ring: _native.Channel, data: bytes) -> None:
@@ -140,7 +140,3 @@ class RootMessages:
             parts.append(part[1:])
             if part[:1] == b"\1":
                 return b"".join(parts)
-
-
-def _allocate_nothing() -> None:
-    """Stand for the allocation that the other ranks make."""

@@ -1,8 +1,8 @@
 """Sections: parts of the program that every rank enters, and whose end is a header.
 
-A rank that is at the end of a section meets the headers of those that are still inside
-it, so ranks that differ in a section meet at its end, and can then continue. The end of
-the program is a call of all ranks, too: each waits for those of the others.
+A rank at the end of a section answers the headers of ranks that are still inside it: so
+if ranks make different calls in a section, all get to its end, and can continue. The
+end of the program works like that, too: each rank waits there for the others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _R = TypeVar("_R")
 
 
 class SectionResult:
-    """What a rank says at the end of a section: whose errors, and what the result is.
+    """How a section ended on one rank: its exception, and what its result is.
 
     Attributes:
-        error: what the section has raised on this rank.
-        kind: of that error, or of the one that it may raise now.
+        error: what the section has raised on this rank; None: nothing.
+        kind: of the error (`mismatch.Report`). The body sets it beforehand, for what it
+            may raise from then on.
         fingerprint: of the result.
         span: of the section, if it is observed.
     """
@@ -45,11 +46,11 @@ class SectionResult:
     _result = ("", 0)
 
     def set_result(self, text: str, number: int = 0) -> None:
-        """Say what the result is, which must be the same on all ranks.
+        """Set what ranks compare of the result, which must be the same on all.
 
         Args:
-            text: of the result, also for the message if the ranks differ.
-            number: another part of it.
+            text: a description, also for the message if the ranks differ.
+            number: a fingerprint of what the text does not show.
         """
         self._result = text, number
         self.fingerprint = fingerprint(text) ^ number
@@ -68,8 +69,7 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
     Args:
         guard: of the ranks.
         call: the end of the section.
-        body: gets a `SectionResult`, to say whose errors its own are, and what the
-            result is.
+        body: gets the `SectionResult`, in which it sets ``kind`` and the result.
     """
     section, calls = SectionResult(), guard.calls
     result: Any = None
@@ -91,8 +91,7 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
                     section.kind = "raised"
             found = join(guard, call, section)
         except BaseException as raised:
-            # Such as Ctrl-C: those who are in the section learn that this rank is not
-            # coming.
+            # Such as Ctrl-C: ranks in the section learn that this one does not come.
             in_merge_fn = guard.breakdown.state is State.ALONE
             if not (was_told(raised) or in_merge_fn):
                 raise guard.abandon(call, raised) from raised.__cause__
@@ -107,15 +106,14 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
 def join(guard: Guard, call: Call, section: SectionResult) -> BaseException | None:
     """Wait until every rank has come to the end of a section; return what to raise.
 
-    A rank that is here first meets the headers of ranks that are still inside it, tells
-    them what happened to it, and continues to wait until all are here. The results must
-    then be the same on all ranks. If some rank never entered the section, there is
-    nothing to wait for.
+    A rank at the end answers the headers of ranks that are still inside, tells them how
+    the section ended here, and waits until all are at the end. The results must then be
+    the same on all ranks. If some rank never entered the section, all raise.
 
     Args:
         guard: of the ranks.
         call: the end of the section.
-        section: what this rank says.
+        section: how it ended on this rank.
     """
     if guard.calls is None:
         return _join(guard, call, section)
@@ -132,7 +130,7 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
         guard.interrupted(call.text, error)
     if guard.begun is not None:
         if error is not None:
-            guard.begun.excuse()
+            guard.begun.silence_handles()
         failure = guard.begun.drain()
         error = error or failure
     if guard.blocked:
@@ -160,14 +158,14 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
 
 
 def leave_program(guard: Guard, call: Call, code: object) -> Iterator[None]:
-    """Wait, at the end of the program, for the end of the others' programs.
+    """At the end of this program: wait for the ends of the others.
 
     Yields while it waits, so that the caller can wait for several guards. A rank that
-    is still in a collective learns that this one has gone.
+    is still in a collective learns that this one has left.
 
     Args:
         guard: of the ranks.
-        call: what this rank says that it does.
+        call: what messages say that this rank does.
         code: the argument of `sys.exit`; None: it has reached its end.
 
     Raises:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from mpidist._agreement.breakdown import Breakdown, State
-from mpidist._agreement.call_state import SharedState
+from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import Channel
 from mpidist._agreement.notices import Wait
 from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll
@@ -40,7 +40,7 @@ class Waits:
 
     Args:
         comm: the ranks.
-        shared: the call that this rank is in.
+        call_state: the call that this rank is in.
         breakdown: what happens at the deadline.
         stall_seconds: after which the missing ranks are reported.
 
@@ -51,17 +51,17 @@ class Waits:
     def __init__(
         self,
         comm: AnyCommunicator,
-        shared: SharedState,
+        call_state: CallState,
         breakdown: Breakdown,
         stall_seconds: float,
     ) -> None:
         self._comm = comm
-        self._shared = shared
+        self._call_state = call_state
         self._breakdown = breakdown
         self._stall = stall_seconds
         self._stacks: Stacks | None = None
         self.watchdog: Watchdog = Watchdog(comm, stall_seconds)
-        # Of the wait that is looked at: where, its length, and what was done about it.
+        # Of the current wait: its place, its length so far, and what `look` has done.
         self._place = ("", 0)
         self._waited = 0.0
         self._looked = self._posted = self._reported = self._came_late = False
@@ -78,11 +78,11 @@ class Waits:
             CollectiveTimeoutError: on every waiting rank, after ``timeout`` seconds
                 (None: the strategy's; 0: never).
         """
-        shared = self._shared
-        shared.timeout = shared.timeout_seconds if timeout is None else timeout
+        state = self._call_state
+        state.timeout = state.timeout_seconds if timeout is None else timeout
         observed: contextlib.AbstractContextManager[object] = NOTHING
-        if shared.calls is not None:
-            observed = shared.calls.call(0, "mpi", what, shared.sequence + 1)
+        if state.calls is not None:
+            observed = state.calls.call(0, "mpi", what, state.sequence + 1)
         try:
             with observed:
                 poll(request, lambda waited: self.look(what, waited))
@@ -120,12 +120,12 @@ class Waits:
         Raises:
             CollectiveTimeoutError: at the deadline, or if another rank has given up.
         """
-        self._shared.timeout = self._shared.timeout_seconds
+        self._call_state.timeout = self._call_state.timeout_seconds
         self._awaited = missing
         try:
             return wait()
         except BaseException as error:
-            text = self._shared.call.text
+            text = self._call_state.call.text
             raise self._breakdown.abandon(text, error) from error.__cause__
         finally:
             self._awaited = None
@@ -136,9 +136,9 @@ class Waits:
         A watchdog tells the user if it takes long, and at the deadline ends the job:
         no exception can end the call.
         """
-        breakdown, text = self._breakdown, self._shared.call.text
+        breakdown, text = self._breakdown, self._call_state.call.text
         try:
-            with self.watchdog.watch(text, self._shared.timeout_seconds):
+            with self.watchdog.watch(text, self._call_state.timeout_seconds):
                 call()
         except BaseException as error:
             expired = self.watchdog.expired
@@ -148,14 +148,14 @@ class Waits:
             raise breakdown.abandon(text, error) from error.__cause__
 
     def _data(self) -> str:
-        return f"the data of {self._shared.call.text}"
+        return f"the data of {self._call_state.call.text}"
 
     def watch(self, channel: Channel, *, is_for_data: bool = False) -> None:
-        """Check deadline and notices while a rank waits in a channel.
+        """Have every wait in a channel check deadline and notices (`look`).
 
         Args:
-            channel: of the headers, and of what is behind them; or for the data of the
-                ranks of one node, of several.
+            channel: the one of the headers and the data behind them; or, with several
+                nodes, the one of a node, which moves data only.
             is_for_data: whether it is the latter.
         """
         # Weakly: the garbage collector does not see through a channel of the core.
@@ -164,39 +164,40 @@ class Waits:
         def pause(waited: float) -> None:
             this = reference()
             if this is not None:
-                moves = is_for_data or this._shared.channel.moves
-                this.look(this._data() if moves else this._shared.call.text, waited)
+                moves = is_for_data or this._call_state.channel.moves
+                this.look(this._data() if moves else this._call_state.call.text, waited)
 
         channel.pause = pause
 
     # --- the deadline -------------------------------------------------------------
 
     def look(self, what: str, waited: float) -> None:
-        """In the middle of a wait: read what others say; tell them, and the user.
+        """In the middle of a wait: read notices, post one, warn the user, or give up.
 
-        A rank that has given up may have done its part of this call before it did. So
-        its notice ends the wait at the next look: until then it is tested once more.
+        A rank that has given up may have done its part of this call before. So its
+        notice does not end the wait at once, but at the next look: until then the call
+        is tested once more, and may have completed.
 
         Args:
-            what: this rank waits for.
-            waited: for so many seconds until now.
+            what: what this rank waits for.
+            waited: for how many seconds.
 
         Raises:
             CollectiveTimeoutError: at the deadline, or if another rank has given up.
             ReplicaLostError: if a rank is lost.
         """
-        shared, breakdown = self._shared, self._breakdown
-        place = (what, shared.sequence)
+        state, breakdown = self._call_state, self._breakdown
+        place = (what, state.sequence)
         if waited < self._waited or place != self._place:  # another wait than last time
             self._looked = self._posted = self._reported = self._came_late = False
             self._observed = False
         self._place, self._waited = place, waited
-        if shared.calls is not None and not self._observed and waited >= self._stall:
+        if state.calls is not None and not self._observed and waited >= self._stall:
             self._observed = True
-            shared.calls.waits(what, waited, shared.sequence + 1)
-        if shared.begun is not None:
-            shared.begun.look()
-        timeout = shared.timeout
+            state.calls.waits(what, waited, state.sequence + 1)
+        if state.begun is not None:
+            state.begun.look()
+        timeout = state.timeout
         post_after = min(self._stall, timeout / 2) if timeout else self._stall
         breakdown.check_lives(what)
         if breakdown.state is State.TOLD:
@@ -207,7 +208,7 @@ class Waits:
         longest = notices.longest_wait(*place)
         if not self._looked:  # a report on the others does not count this rank
             self._looked, self._came_late = True, longest > 0
-        if waited < post_after and not notices.others_wait(shared.sequence):
+        if waited < post_after and not notices.others_wait(state.sequence):
             return
         wait = self._describe(what)
         if not self._posted:
@@ -215,14 +216,14 @@ class Waits:
             self._posted = True
         longest = waited if self._came_late else max(waited, longest)
         if not self._reported and longest >= self._stall:
-            self._reported = notices.are_quiet(shared.sequence)
+            self._reported = notices.are_quiet(state.sequence)
             if self._reported:
                 self._report(wait, longest)
         if timeout and waited >= timeout:
             raise breakdown.give_up_on(wait, self._why(wait, timeout))
 
     def _report(self, wait: Wait, waited: float) -> None:
-        """Tell the user which ranks are missing, and where they are."""
+        """Warn the user: which ranks are missing, and their stacks."""
         notices = self._breakdown.notices
         text = notices.describe(wait, waited)
         waiting, missing = notices.waiting_and_missing(wait)
@@ -234,20 +235,20 @@ class Waits:
                 reporting.warn(f"mpidist: {where}")
 
     def ask_missing_ranks(self, stacks: Stacks) -> None:
-        """Look whether the other ranks live, and where those are that are missing."""
+        """From now on look whether other ranks live, and report where they hang."""
         self._stacks = stacks
         self._breakdown.lives.watch(stacks.processes)
 
     def _describe(self, what: str) -> Wait:
-        shared = self._shared
+        state = self._call_state
         awaited = None if self._awaited is None else self._awaited()
-        if shared.channel.moves:
+        if state.channel.moves:
             awaited = []  # MPI does not say whose data is missing
         return Wait(
             what,
-            shared.sequence,
-            shared.previous_call.text,
-            shared.channel.missing(),
+            state.sequence,
+            state.previous_call.text,
+            state.channel.missing(),
             awaited,
         )
 

@@ -36,12 +36,12 @@ class ThreadReplica(Protocol):
     def adapt(self, environment: Environment) -> Environment:
         """Return the settings for replicas that are threads."""
 
-    def connect(self, comm: Any, deadline: Any) -> Any:
+    def connect(self, comm: Any, waits: Any) -> Any:
         """Return a communicator over the replicas. Collective.
 
         Args:
             comm: the argument of `MPIStrategy`.
-            deadline: waits for the pending connection; a `deadline.Deadline`.
+            waits: waits for the pending connection; a `CommunicatorWaits`.
 
         Raises:
             TypeError: if ``comm`` is a communicator of MPI.

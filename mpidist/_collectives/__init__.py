@@ -18,14 +18,14 @@ From a call to a plan:
 - ``bucket_route``: *nccl* and *direct*, of arrays on GPUs; and *mpi*, which takes
   everything, also between nodes;
 - ``staged_route``: *staged*, of arrays on GPUs, by the routes of host arrays;
-- ``header_gather``, ``mpi_gather``: the plans of all-gathers.
+- ``core_gather``, ``mpi_gather``: the plans of all-gathers.
 
 What they use:
 
 - ``node``: the memory that the ranks of a node share, and how they come to share it;
 - ``nodes``: how several nodes exchange their sums, and a strategy's share of both;
 - ``transports``, ``nccl``: move one flat buffer; ``staged``: by way of the host, with
-  all waits for copies of GPUs; ``devices`` chooses them;
+  all waits for copies of GPUs; ``transport_choice`` chooses them;
 - ``dtype_table``, ``compression``, ``pool``, ``bits``: operations by dtype, sums as
   16-bit floats, memory for results, whether MPI gives all ranks the same bits.
 """

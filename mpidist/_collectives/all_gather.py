@@ -1,27 +1,41 @@
-"""All-gathers: the arguments, the plan for them, and its call."""
+"""All-gathers: the arguments, the choice of a plan, and its call.
+
+A plan holds everything that does not depend on values: it is made once for a call, a
+structure, dtypes, and shapes without the axis. The lengths along the axis may differ
+between ranks and between calls, so the ranks exchange them. `make_plan` chooses a plan
+of `core_gather` for host arrays, or the one of `mpi_gather`.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import numpy as np
 
+from mpidist import _native
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.memory import LINE
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest, Shape
-from mpidist._collectives.header_gather import make
-from mpidist._collectives.mpi_gather import GatherLeaf, GatherSignature
+from mpidist._collectives.core_gather import ArenaGather, HeaderGather
+from mpidist._collectives.mpi_gather import GatherLeaf, GatherSignature, MpiGather
 from mpidist._collectives.observed import nest_of_all
 from mpidist._collectives.plan import Key, Plan, PlanCache, QuickCalls
+from mpidist._collectives.pool import SMALLEST
 from mpidist._collectives.resources import Resources, timed
 from mpidist._timeline.observer import observed
+
+_QUICK_BYTES: Final = 32 * 1024  # which travel with the header on one node
 
 
 class AllGathers:
     """Concatenates arrays of all ranks.
 
     Attributes:
-        quick: its ``entry`` is `all_gather` for callers.
+        quick: `all_gather`, of which the core runs plans of small arrays.
 
     Args:
         resources: of the strategy.
@@ -122,11 +136,49 @@ class AllGathers:
             Call(f"{call} axis={axis} {text}"),
             [GatherLeaf(x.dtype, *s) for x, s in zip(arrays, around, strict=True)],
             resources.transports_of(options),
-            not any(on_device) and not resources.devices.decision.mixed,
+            not any(on_device) and not resources.transport_choice.decision.mixed,
         )
-        made = make(resources, signature)
+        made = make_plan(resources, signature)
         self._cache.keep(how, key, made)
         return made
+
+
+def make_plan(resources: Resources, signature: GatherSignature) -> Plan:
+    """Return the plan of a signature; of the same class on all ranks."""
+    lengths_bytes, guard = 8 * len(signature.leaves), resources.guard
+    if not signature.on_host:
+        return MpiGather(resources, signature)
+    node = resources.node
+    is_shared = node is not None and signature.transports.host.name == "shared"
+    if is_shared and _native.core.EAGER_BYTES - lengths_bytes > LINE:
+        assert node is not None
+        core = _new_core(resources, signature, node.channel)
+        large = ArenaGather(resources, signature, core, node)
+        return HeaderGather(resources, signature, core, large, _QUICK_BYTES)
+    channel: _native.Between = guard.channel
+    if _native.core is None or type(channel) is not _native.core.Between:
+        return MpiGather(resources, signature)
+    if not guard.enabled or lengths_bytes > channel.share:
+        return MpiGather(resources, signature)
+    core = _new_core(resources, signature, channel)
+    by_mpi, quick_bytes = MpiGather(resources, signature, core), channel.share - 8
+    if by_mpi.is_one_block:
+        quick_bytes = max(quick_bytes, SMALLEST)
+    return HeaderGather(resources, signature, core, by_mpi, quick_bytes)
+
+
+def _new_core(
+    resources: Resources,
+    signature: GatherSignature,
+    channel: _native.Channel | _native.Between,
+) -> _native.Gather:
+    """Return the nest in the core; the channel exchanges its headers."""
+    rows = [
+        (math.prod(leaf.before), math.prod(leaf.after) * leaf.dtype.itemsize)
+        for leaf in signature.leaves
+    ]
+    number, patience = signature.call.fingerprint, resources.guard.patience_ms
+    return _native.core.Gather(channel, rows, number, patience)
 
 
 def _check_axis(x: Array, axis: object, call: str) -> int:

@@ -21,9 +21,9 @@ from mpidist._collectives import nodes
 from mpidist._collectives.core_routes import EagerReduce
 from mpidist._collectives.plan import Results, Signature
 from mpidist._collectives.resources import Resources
+from mpidist._mpi.allreduce_algorithm import Algorithm
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.ops import handles_of
-from mpidist._mpi.way import Way
 
 # Of nests that are copied into one buffer, or gathered.
 _MOST_COPIED_BYTES: Final = 2**20
@@ -46,19 +46,19 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
         return None
     unit = _native.core.PAYLOAD_ALIGNMENT
     nbytes = sum(round_up(size, unit) for size in signature.nest.sizes)
-    way = None
+    algorithm = None
     if nbytes > room:
-        way = comm.buffers.way
-        copied = way.gathers or len(leaves) > 1
+        algorithm = comm.buffers.algorithm
+        copied = algorithm.gathers or len(leaves) > 1
         most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
-        most = min(most, way.exchanged_bytes - 1)
+        most = min(most, algorithm.exchanged_bytes - 1)
         kinds = [(x.reduction.compute, x.reduction.combining) for x in leaves]
         runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
         if resources.nodes is not None:
             most = min(most, nodes.LEAST_BYTES - 1)
         if nbytes > most or runs > _MOST_RUNS:
             return None
-    return BetweenReduce(resources, signature, way) if nbytes else None
+    return BetweenReduce(resources, signature, algorithm) if nbytes else None
 
 
 def room_behind(resources: Resources) -> int:
@@ -81,7 +81,7 @@ class BetweenReduce(EagerReduce):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        way: how a nest moves that has no room behind the header.
+        algorithm: how a nest moves that has no room behind the header.
     """
 
     route = "between"
@@ -90,9 +90,11 @@ class BetweenReduce(EagerReduce):
         self,
         resources: Resources,
         signature: Signature,
-        way: Way | None,
+        algorithm: Algorithm | None,
     ) -> None:
-        super().__init__(resources, signature, _new_core(resources, signature, way))
+        super().__init__(
+            resources, signature, _new_core(resources, signature, algorithm)
+        )
         self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
 
     def __call__(
@@ -113,14 +115,14 @@ class BetweenReduce(EagerReduce):
 
 
 def _new_core(
-    resources: Resources, signature: Signature, way: Way | None
+    resources: Resources, signature: Signature, algorithm: Algorithm | None
 ) -> _native.Reduce:
     """Return the nest in the core."""
     guard, rows = resources.guard, signature.nest.rows
     nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
     number = signature.call.fingerprint
     arguments = guard.channel, rows, number, guard.patience_ms
-    if way is None:
+    if algorithm is None:
         return _native.core.BetweenReduce(*arguments, nbytes=nbytes)
     handles = [handles_of(row.dtype, row.operation) for row in rows]
-    return _native.core.BetweenReduce(*arguments, way[:3], handles, nbytes)
+    return _native.core.BetweenReduce(*arguments, algorithm[:3], handles, nbytes)

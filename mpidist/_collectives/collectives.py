@@ -19,25 +19,25 @@ from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
 from mpidist._collectives.all_gather import AllGathers
 from mpidist._collectives.copies import Copies
-from mpidist._collectives.devices import Finding
 from mpidist._collectives.nodes import NO_MEMORY, SharedMemory
 from mpidist._collectives.plan import PlanCache
 from mpidist._collectives.plans import Plans
 from mpidist._collectives.resources import Resources
+from mpidist._collectives.transport_choice import Finding
 from mpidist._mpi.communicator import AnyCommunicator
 
 
 class Collectives(Copies):
-    """The collectives of one group of replicas; the arguments of `Resources`.
+    """The collectives of one group of replicas. It has the arguments of `Resources`.
 
     Attributes:
-        resources: what they share.
+        resources: what the collectives share.
         comm: the ranks.
-        guard: compares their calls.
+        guard: compares the calls of the ranks.
         options: of the strategy.
         device: of this rank.
-        plans: of all-reduces and all-gathers.
-        all_reduce: `Plans.all_reduce`, with what the core does itself of it.
+        plans: makes and keeps the plans of all-reduces.
+        all_reduce: `Plans.all_reduce`; the core runs plans of small arrays (`quick`).
         all_gather: `AllGathers.all_gather`, in the same way.
     """
 
@@ -72,11 +72,11 @@ class Collectives(Copies):
 
     def close(self) -> None:
         """Release the resources of the GPU transports. Collective."""
-        self.resources.devices.close()
+        self.resources.transport_choice.close()
 
     def abandon(self) -> None:
         """Do what `close` does, without the ranks that are lost. Not collective."""
-        self.resources.devices.abandon()
+        self.resources.transport_choice.abandon()
 
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""

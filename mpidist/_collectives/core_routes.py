@@ -42,14 +42,14 @@ def on_node(
     if node is None or signature.on_device or not takes(resources, signature):
         return None
     if _fits_header(node, signature):
-        return EagerReduce(resources, signature)
+        return EagerReduce(resources, signature, reduce_on_node(resources, signature))
     return SharedReduce(resources, signature, node)
 
 
 def takes(resources: Resources, signature: Signature) -> bool:
-    """Return whether the core can reduce such leaves, on the host or a GPU.
+    """Return whether the core can reduce such leaves through the memory of nodes.
 
-    It says the same on ranks that have them on the host and on a GPU.
+    The answer does not depend on whether this rank has them on the host or on a GPU.
     """
     return (
         (resources.node is not None or resources.nodes is not None)
@@ -59,7 +59,7 @@ def takes(resources: Resources, signature: Signature) -> bool:
 
 
 def _fits_header(node: Node, signature: Signature) -> bool:
-    """Return whether a nest that the core takes travels with its header."""
+    """Return whether a nest is small enough to travel with its header."""
     room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // node.size)
     if node.channel.tree:
         room = _EAGER_BYTES_CROWDED
@@ -88,10 +88,10 @@ class CoreReduce(Plan):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        exchange: the step. Its arguments: sources, results, where the results are (if
-            that matters), the fingerprint of the call, and how many milliseconds to
-            wait. It returns the status of the header; or None, if the arrays are not
-            what it expects.
+        exchange: the step. Its arguments: sources, results, the offset of the results
+            in the arena (`SharedReduce`), the fingerprint of the call, and the time-out
+            in milliseconds. It returns the status of the header; or None, and sends
+            nothing, if the arrays are not what it expects.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class CoreReduce(Plan):
         return results
 
     def _new_results(self) -> tuple[Results, tuple[int, ...]]:
-        """Return memory for the results, and where it is, if that matters."""
+        """Return memory for the results, and further arguments of ``exchange``."""
         raise NotImplementedError
 
 
@@ -175,18 +175,14 @@ class EagerReduce(CoreReduce):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        core: the nest in the core; None: on this node.
+        core: the nest in the core.
     """
 
     route = "eager"
 
     def __init__(
-        self,
-        resources: Resources,
-        signature: Signature,
-        core: _native.Reduce = None,
+        self, resources: Resources, signature: Signature, core: _native.Reduce
     ) -> None:
-        core = core or reduce_on_node(resources, signature)
         super().__init__(resources, signature, core.eager)
         large = self._nest.nbytes >= SMALLEST
         self._new = resources.pool.empty if large else np.empty

@@ -255,8 +255,8 @@ class Group:
         if peers is None:
             return
         first, last = self._core.piece(piece)
-        cuts = _cut(last - first, nodes.slices)
-        a, b = cuts[me], cuts[me + 1]
+        lines, n = (last - first) // LINE, nodes.slices
+        a, b = (lines * k // n * LINE for k in (me, me + 1))  # n parts, at cache lines
         if a == b:
             return
         start = nodes.node.channel.sums(area)
@@ -269,12 +269,12 @@ class Group:
     def _send(self, peers: BufferCollectives, piece: HostArray) -> None:
         """Start to reduce a slice over the peers, or to gather those of all."""
         comm, begun, scratch = peers.comm, self._transfers, self._nodes.scratch
-        if peers.way.gathers:
+        if peers.algorithm.gathers:
             self._copies = rows = scratch[: piece.size * peers.size]
             begun.append(peers.start(comm.Iallgather, piece, rows))
             return
         source = scratch[: piece.size]
-        source[...] = piece  # not MPI_IN_PLACE: see `way_of`
+        source[...] = piece  # not MPI_IN_PLACE: see `fastest_algorithm`
         self._copies = piece
         for run in self._runs:
             a = max(run.start - self._first, 0)
@@ -330,7 +330,7 @@ class _Run(NamedTuple):
     datatype: Any
 
     def of(self, raw: HostArray) -> Any:
-        """Return bytes as MPI takes them."""
+        """Return bytes in the form in which mpi4py takes a buffer."""
         if self.datatype is None:
             return raw.view(self.dtype)
         return [raw, raw.size // self.datatype.Get_size(), self.datatype]
@@ -348,9 +348,3 @@ def _find_runs(
         op, dtype, datatype = host_op(*name)
         runs.append(_Run(places[0][0], sum(places[-1]), dtype, op, datatype))
     return runs
-
-
-def _cut(nbytes: int, count: int) -> list[int]:
-    """Return the limits of ``count`` equal parts, in bytes, at cache lines."""
-    lines = nbytes // LINE
-    return [lines * k // count * LINE for k in range(count + 1)]

@@ -1,7 +1,8 @@
 """All-gathers by the transports of a call: what is known of leaves, and the plan.
 
 MPI concatenates (``Iallgather``, ``Iallgatherv``), once for each array, or once for all
-if they are small.
+if they are small. The header says whether the lengths are the same on all ranks, which
+is the usual case; otherwise they are exchanged (`core_gather` knows them before).
 """
 
 from __future__ import annotations

@@ -237,9 +237,8 @@ def connect(
     if made and not late:
         made[0].abort()
     # Ranks that only waited come last: the cause was on another rank.
-    failed = sorted(
-        (f"rank {r}: {t}" for r, t in enumerate(texts) if t), key=_only_waited
-    )
+    failed = [f"rank {r}: {t}" for r, t in enumerate(texts) if t]
+    failed.sort(key=lambda text: _LATE in text)
     return None, "; ".join(failed[:_FEW]) + ("; ..." if len(failed) > _FEW else "")
 
 
@@ -256,10 +255,6 @@ def _unpack_id(data: bytes) -> bytes | tuple[int, ...]:
     if data.startswith(_BYTES):
         return data[1:]
     return tuple(np.frombuffer(data[1:], np.int16).tolist())
-
-
-def _only_waited(text: str) -> bool:
-    return _LATE in text
 
 
 def _try_sum(

@@ -121,7 +121,7 @@ def _open_nodes(comm: Communicator) -> tuple[Nodes | None, str]:
     if node is None:
         return None, problem
     peers, slices = comm.find_peers(), comm.smallest_node
-    copies = comm.num_nodes if peers is not None and peers.way.gathers else 1
+    copies = comm.num_nodes if peers is not None and peers.algorithm.gathers else 1
     lines = copies * (node.piece_bytes // LINE // slices + 2)
     scratch = comm.together(
         lambda: np.empty(lines * LINE, np.uint8), "MPIStrategy(...)"

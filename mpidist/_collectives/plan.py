@@ -70,10 +70,10 @@ class CoreNest:
             once.
 
     Attributes:
-        rows: for the core; means are divided.
-        shapes: and dtypes.
-        sizes: in bytes.
-        casts: whether arrays are converted to these dtypes.
+        rows: what the core is told of each leaf.
+        shapes: shape and dtype of each leaf.
+        sizes: bytes of each leaf.
+        casts: whether some leaf is converted to another dtype first.
     """
 
     def __init__(self, leaves: list[Leaf], ranks: int, *, wide: bool) -> None:
@@ -222,7 +222,7 @@ class Plan:
         raise NotImplementedError
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
-        """Do as a call; or return None, without effect, if the signature differs.
+        """Run the plan if arrays have its signature; else return None, without effect.
 
         Args:
             arrays: NumPy arrays.
@@ -231,9 +231,9 @@ class Plan:
         return None
 
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:
-        """End a call of `quick` whose header has another status than OK.
+        """End a call of `quick` whose header did not have the status OK.
 
-        The core calls it. ``result`` is None if it has not been made.
+        The core calls it. ``result`` is None if the core has allocated none.
         """
         raise NotImplementedError
 
@@ -259,7 +259,7 @@ class PreparedPlan(Plan, Generic[_Work]):
         except Exception as error:
             raise guard.fail(call, error) from None
         with self._comm.traffic:
-            self._agree(call, timeout)
+            guard.agree(call, timeout)
             # An exception of NumPy (`np.seterr`) would leave the others waiting.
             plain = np.errstate(all="ignore")
             with guard.payload(call), plain, _native.DefaultFloatState():
@@ -271,9 +271,6 @@ class PreparedPlan(Plan, Generic[_Work]):
         """Return all that a call needs, its memory included. Not collective."""
         raise NotImplementedError
 
-    def _agree(self, call: Call, timeout: float | None) -> None:
-        self._guard.agree(call, timeout)
-
     def _move(self, work: _Work) -> None:
         """Move the data, now that all ranks have agreed. Collective."""
         raise NotImplementedError
@@ -284,7 +281,7 @@ class PreparedPlan(Plan, Generic[_Work]):
 
 
 class PlansOfCall(Cache[Key, Plan]):
-    """The plans of calls that differ in their leaves, by what is known of these.
+    """The plans of calls that differ only in their leaves, by a key of the leaves.
 
     Attributes:
         last: the one that was used last, if there is one.
@@ -296,17 +293,17 @@ class PlansOfCall(Cache[Key, Plan]):
 
 
 class PlanCache(Cache[Key, PlansOfCall]):
-    """The plans of a strategy: by how a call is made, and then by its leaves.
+    """The plans of a strategy: by all but the leaves of a call, then by its leaves.
 
-    The leaves are what takes time to describe. A plan can check itself if arrays have
-    its signature (`Plan.attempt`), so the one that was used last is tried before.
+    To make the key of many leaves takes time. A plan can check by itself whether arrays
+    have its signature (`Plan.attempt`), so the one that was used last is tried first.
     """
 
     def __init__(self) -> None:
         super().__init__(_MOST)
 
     def find(self, how: Key, leaves: Key) -> Plan | None:
-        """Return the plan of such calls with such leaves."""
+        """Return the plan for a call and its leaves; None if there is none yet."""
         of_call = self.get(how)
         found = None if of_call is None else of_call.get(leaves)
         if of_call is not None and found is not None:
@@ -327,14 +324,15 @@ class PlanCache(Cache[Key, PlansOfCall]):
 
 
 class QuickCalls:
-    """A collective with two arguments, of which one is an array.
+    """A collective whose plans for one small array the core runs, without Python.
 
     Attributes:
-        entry: the collective; the core runs the plans of small arrays itself.
+        entry: what callers call in place of the collective. The core looks up a plan
+            for the array, and calls the collective if there is none.
 
     Args:
         resources: of the strategy.
-        call: the collective, for all that the core does not do.
+        call: the collective, a function of an array and one other argument.
         array: which of its arguments is the array, 0 or 1.
     """
 

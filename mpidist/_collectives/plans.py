@@ -63,7 +63,7 @@ class Plans:
     """All-reduces of a strategy.
 
     Attributes:
-        quick: its ``entry`` is `all_reduce` for callers.
+        quick: `all_reduce`, of which the core runs plans of small arrays.
 
     Args:
         resources: of the strategy.
@@ -128,7 +128,7 @@ class Plans:
         try:
             leaves, structure = nest.flatten(tree)
             timeout = self._timeout_of(options)
-        except Exception:  # raised again there, where all ranks are told
+        except Exception:  # `_first_time` raises it again, on all ranks
             return self._first_time(op, tree, options, call, root)
         if {*map(type, leaves)} == _ARRAYS:
             how = (call, op._name_, options, root, structure)
@@ -199,12 +199,10 @@ class Plans:
         return plan
 
     def _make(self, signature: Signature) -> Plan:
-        calls = self._resources.guard.calls
-        for route in ROUTES:
-            plan = route(self._resources, signature)
-            if plan is not None:
-                return plan if calls is None else ObservedPlan(self._resources, plan)
-        raise AssertionError("the last route takes everything")
+        resources = self._resources
+        # One is found, since the last route takes everything.
+        plan = next(filter(None, (route(resources, signature) for route in ROUTES)))
+        return plan if resources.guard.calls is None else ObservedPlan(resources, plan)
 
     def _sign(
         self,
@@ -261,9 +259,9 @@ def _describe(arrays: list[Array]) -> Key:
 
 
 def _form_of(tree: Nest, structure: nest.Structure, arrays: list[Array]) -> object:
-    """Return what a plan is kept by beside its leaves; a number's type says all."""
+    """Return what the key of a plan has of a nest's form; for a number its type."""
     kind = type(tree)
-    if kind in _NUMBERS and arrays[0].dtype.kind != "u":  # large ints are others
+    if kind in _NUMBERS and arrays[0].dtype.kind != "u":  # large ints are uint64
         return kind
     return None if structure.is_leaf else structure
 

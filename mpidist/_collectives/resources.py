@@ -9,15 +9,19 @@ from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, TypeVar
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import RootMessages
-from mpidist._base import gpus, nest
+from mpidist._base import backend, gpus, nest
 from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.types import Array
-from mpidist._collectives.devices import Devices, Finding, look, place_text
 from mpidist._collectives.node import Node
 from mpidist._collectives.nodes import NO_MEMORY, Nodes, SharedMemory
 from mpidist._collectives.pool import Pool
 from mpidist._collectives.staged import StagedTransport
+from mpidist._collectives.transport_choice import (
+    Finding,
+    TransportChoice,
+    look,
+)
 from mpidist._collectives.transports import DirectTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
 
@@ -68,7 +72,7 @@ class Resources:
         node: the memory that all ranks share; None if they do not.
         nodes: the memory that the ranks of each node share; None if they do not.
         messages: from rank 0 to the others.
-        devices: how GPU buffers move.
+        transport_choice: chooses how buffers move.
         pool: private memory for large results, and for nests that are packed.
         device_names: of all ranks, after `decide_devices`.
         compression: of the strategy's sums between nodes.
@@ -92,7 +96,9 @@ class Resources:
         self.device_names: list[str] = [device.name_on(comm.rank)]
         self._released = False
         self._share(memory)
-        self.devices: Devices = Devices(comm, device, environment)
+        self.transport_choice: TransportChoice = TransportChoice(
+            comm, device, environment
+        )
         self.pool: Pool = Pool(_POOL_BYTES)
         self.compression: CompressionChoice = self.compression_of(options)
         # GPU buffers are moved whole until `decide_devices`.
@@ -138,24 +144,20 @@ class Resources:
             ValueError: on all ranks, if the implementation is not available.
         """
         wanted = self._resolve(self.options.implementation)
-        self.devices.decide(wanted, findings, timeout_seconds or None)
+        self.transport_choice.decide(wanted, findings, timeout_seconds or None)
         self.device_names = [
             gpus.Device(one.kind, one.index).name_on(rank)
             for rank, one in enumerate(findings)
         ]
         self.transports = self._choose(wanted)
         self.transports.device.check()
-        staged = self.transports.device
-        mixed = self.devices.decision.mixed
-        if (
-            self.device.kind != "gpu"
-            or mixed
-            or not isinstance(staged, StagedTransport)
-        ):
+        if self.device.kind != "gpu" or self.transport_choice.decision.mixed:
+            return
+        if not isinstance(self.transports.device, StagedTransport):
             return
         with self.guard.checking("MPIStrategy(...)"):
             # Page-locked memory, which may be refused on one rank.
-            self.devices.memory.prepare()
+            self.transport_choice.memory.prepare()
         self.guard.agree(Call("MPIStrategy(...), with memory for GPU buffers"))
 
     def release(self) -> None:
@@ -176,7 +178,7 @@ class Resources:
         return wanted
 
     def _choose(self, wanted: CommunicationImplementation) -> Transports:
-        return self.devices.choose(wanted, self._shared, self._why_not_shared)
+        return self.transport_choice.choose(wanted, self._shared, self._why_not_shared)
 
     def transports_of(self, options: CommunicationOptions) -> Transports:
         """Return the transports of a call with these options.
@@ -232,5 +234,16 @@ class Resources:
             raise error
 
     def text_of_devices(self, arrays: list[Array], structure: nest.Structure) -> str:
-        """Return, for a call's text, which of its arrays are on a GPU."""
-        return place_text(arrays, structure, self.devices.decision.mixed)
+        """Return, for a call's text, which of its arrays are on a GPU; "" for none.
+
+        If the ranks have devices of different kinds, GPU buffers make the same calls of
+        MPI as host buffers; it is enough if devices are equal within one call.
+        """
+        places = [backend.is_device_array(x) for x in arrays]
+        mixed = self.transport_choice.decision.mixed
+        if not any(places) or (mixed and all(places)):
+            return ""
+        if all(places):
+            return " on the GPU"
+        names = ["GPU" if place else "host" for place in places]
+        return f" on {structure.render(names)}"

@@ -33,10 +33,8 @@ def staged(resources: Resources, signature: Signature) -> Plan | None:
         return BucketReduce(resources, signature, "staged")
     leaves = [dataclasses.replace(leaf, on_device=False) for leaf in signature.leaves]
     on_host = dataclasses.replace(signature, leaves=leaves)
-    plan: Plan | None = None
-    for route in (on_node, between, hierarchical, mpi):
-        plan = plan or route(resources, on_host)
-    assert plan is not None
+    routes = (on_node, between, hierarchical, mpi)
+    plan = next(filter(None, (route(resources, on_host) for route in routes)))
     return StagedReduce(resources, signature, plan)
 
 
@@ -53,7 +51,7 @@ class StagedReduce(Plan):
 
     def __init__(self, resources: Resources, signature: Signature, plan: Plan) -> None:
         super().__init__(resources, signature.call)
-        self._memory = resources.devices.memory
+        self._memory = resources.transport_choice.memory
         self._leaves = signature.leaves
         self._wanted = signature.root in (None, resources.comm.rank)
         self.plan = plan

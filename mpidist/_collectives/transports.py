@@ -1,7 +1,7 @@
 """Transports: each moves one flat buffer between ranks that have agreed on it.
 
 A transport takes one-dimensional, C-contiguous arrays. `Transports` has one for host
-arrays and one for GPU arrays; `devices` chooses them.
+arrays and one for GPU arrays; `transport_choice` chooses them.
 """
 
 from __future__ import annotations

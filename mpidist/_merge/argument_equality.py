@@ -92,13 +92,9 @@ def _name_of(x: object) -> str:
 def _held_by(x: object, known: tuple[object, ...]) -> str | None:
     """Describe the variables or strategy that an object holds; None if it has none."""
     ids = {id(one) for one in known}
-    keys: list[tuple[int, int]] = []
-    found = False
-    for part in object_parts.values_in(x, (Variable, DistributedValues), ids):
-        found = True
-        if isinstance(part, Variable):
-            keys.append(storage_of(part).key)
-    return f"variable {min(keys)}" if keys else ("" if found else None)
+    held = [*object_parts.values_in(x, (Variable, DistributedValues), ids)]
+    keys = [storage_of(part).key for part in held if isinstance(part, Variable)]
+    return f"variable {min(keys)}" if keys else ("" if held else None)
 
 
 def _canonical(x: object) -> bytes:

@@ -159,7 +159,7 @@ class Update(NamedTuple):
         return self.fn(*own, **nest.map_structure(argument_of, self.kwargs))
 
     def unreduced(self) -> str:
-        """Say which arguments differ by replica, and what to write."""
+        """Return, for a message, which arguments differ by replica, and the remedy."""
         named = {f"args[{i}]": x for i, x in enumerate(self.args)}
         named |= {f"kwargs[{key!r}]": x for key, x in (self.kwargs or {}).items()}
         own = [

@@ -28,7 +28,7 @@ from mpidist._runtime.registry import (
 from mpidist._values.distributed import DistributedValues, Mirrored, own_component
 from mpidist._values.variable import Variable
 
-# What users call these operations, and where their functions are in the arguments.
+# Operations that send a function: the user's name, and its place in the arguments.
 _FUNCTIONS: Final = {"update": ("update", 1), "call_for_each_replica": ("run", 0)}
 
 
@@ -123,7 +123,7 @@ class Coordinator:
                 set_gathered(value, None)
 
     def _part_of(self, leaf: Nest) -> Nest:
-        """Return a leaf of merge_fn's result in the form in which it is sent."""
+        """Return what is sent for a leaf of merge_fn's result."""
         made_here = isinstance(leaf, Mirrored) and not self._has_key(leaf)
         return component(leaf) if made_here else leaf
 
@@ -274,7 +274,11 @@ class Coordinator:
             guard.set_alone(True)
 
     def _check_others(self) -> None:
-        """Before the function of an update communicates: a rank that failed answers."""
+        """`Guard.before_call` in an update: let its function communicate.
+
+        The others go on to the same call; a rank on which an update has failed goes to
+        the join instead, and answers from there (`updates`).
+        """
         self._guard.before_call = None
         self._guard.set_alone(False)
         if self._batch is not None:

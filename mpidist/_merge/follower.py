@@ -86,7 +86,7 @@ class Follower:
         return command
 
     def _expect_check(self) -> None:
-        """Before the function of an update communicates: read that rank 0's does too.
+        """`Guard.before_call` in an update: read that rank 0's function communicates.
 
         Raises:
             RuntimeError: if it does not.

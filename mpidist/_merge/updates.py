@@ -130,11 +130,11 @@ class UpdateBatch(SectionResult):
 
     @property
     def long(self) -> bool:
-        """Whether it is time for a join, so that failures are reported soon."""
+        """Whether the batch is so old that it should end: failures wait for the end."""
         return self.open and time.monotonic() - self._began > _LONGEST_SECONDS
 
     def keep(self) -> None:
-        """Keep the values that the update overwrites: the only one of this batch."""
+        """Keep the values that the only update of this batch overwrites."""
         self._writes.kept = {}
 
     def run(self, number: int, update: Update, arguments: str = "") -> Nest:
@@ -218,7 +218,7 @@ class UpdateBatch(SectionResult):
             self.leave()
 
     def leave(self) -> None:
-        """Leave the section, also without a join: then what it kept comes back."""
+        """Leave the section. Without a join before, undo what `keep` has kept."""
         if self.open:
             self.open = False
             if self._writes.kept is not None:
@@ -314,7 +314,7 @@ def _array(x: Nest) -> Array:
 
 
 def _is_large(storage: VariableStorage) -> bool:
-    """Return whether the text of its values may not show what its fingerprint does."""
+    """Return whether a text shows a sample of its values only, as it is large."""
     return bool(storage.array.nbytes >= checksums.SAMPLED_BYTES)
 
 

@@ -75,9 +75,7 @@ def _has_persistent() -> bool:
 
 
 class CoreHeaders:
-    """The headers of the core, with payloads, and the collective that they are.
-
-    Collective.
+    """The core's channel, and all that MPI needs for its headers. Collective.
 
     Args:
         comm: an mpi4py intra-communicator.
@@ -85,7 +83,7 @@ class CoreHeaders:
         crowded: whether there are more ranks than cores.
 
     Attributes:
-        name: MPI's name of the collective.
+        name: the collective that exchanges headers, for the statistics.
         channel: where ranks exchange headers.
     """
 

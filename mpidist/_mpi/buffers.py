@@ -1,8 +1,8 @@
 """MPI's collectives of flat buffers, polled.
 
-Each method starts non-blocking collectives of MPI and waits for them (``wait``), with a
-deadline. MPI chooses the algorithm. What is decided here is how many collectives an
-array is cut into; which one an all-reduce is says `Way`.
+Each method starts non-blocking collectives of MPI, and waits for them with a deadline
+(`Waiter`). MPI chooses how each moves data. What is decided here is into how many
+collectives an array is cut, and for an all-reduce which ones (`Algorithm`).
 
 **Invariants.** All ranks of the communicator call the same method with the same sizes:
 the guard ensures it. On the host no array but the scratch memory of an all-reduce is
@@ -23,23 +23,28 @@ from mpidist._base import backend
 from mpidist._base.memory import LINE, leak, round_up
 from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
+from mpidist._mpi.allreduce_algorithm import (
+    MOST_PIECE,
+    NEVER,
+    Algorithm,
+    fastest_algorithm,
+)
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
-from mpidist._mpi.way import MOST_PIECE, NEVER, Way, way_of
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
 
 
 class Transfer:
-    """What MPI has in progress, with the buffers that it uses.
+    """A request of MPI in progress, with the buffers that it uses.
 
-    mpi4py's requests do not keep them: with Open MPI the sum of a temporary array was
-    wrong once it had been collected (mpi4py 4.1.2).
+    mpi4py's requests do not keep the buffers alive: with Open MPI the sum of a
+    temporary array was wrong once it had been collected (mpi4py 4.1.2).
 
     Args:
-        test: of the request.
-        buffers: what it reads and writes.
-        read: returns what was received, if the buffers' owner does not know.
+        test: the method of mpi4py's request.
+        buffers: what the request reads and writes.
+        read: returns what was received; None: the caller has the buffer.
 
     Attributes:
         Test: returns whether it has completed, and makes progress.
@@ -58,7 +63,10 @@ class Transfer:
         self._read = read
 
     def tests_first_by(self, test: Callable[[], bool]) -> None:
-        """Have the first test be another, which takes longer."""
+        """Replace the first test by ``test``, which polls for a while in C.
+
+        So a short wait ends before `polling.poll` looks at its clock.
+        """
         usual = self.Test
 
         def first() -> bool:
@@ -104,12 +112,12 @@ class BufferCollectives:
         comm: an mpi4py intra-communicator.
         waiter: waits, with a deadline.
         count: told the name of each function of MPI that is called.
-        way: of all-reduces; None: `way_of`.
+        algorithm: of all-reduces; None: `fastest_algorithm`.
 
     Attributes:
         rank: of this process.
         size: the number of ranks.
-        way: of all-reduces.
+        algorithm: of all-reduces.
         same_bits: whether MPI's all-reduce gives all ranks the same bits. If not, one
             rank reduces, and the others get a copy.
         most_bytes: the most bytes of one collective.
@@ -123,7 +131,7 @@ class BufferCollectives:
         comm: MpiComm,
         waiter: Waiter,
         count: Callable[[str], None],
-        way: Way | None = None,
+        algorithm: Algorithm | None = None,
     ) -> None:
         self.comm = comm
         self._waiter = waiter
@@ -132,7 +140,9 @@ class BufferCollectives:
         self.size: int = comm.Get_size()
         self.same_bits: bool = True
         self._mpi = mpi_module()
-        self.way: Way = way or way_of(self._mpi.get_vendor()[0], self.size)
+        self.algorithm: Algorithm = algorithm or fastest_algorithm(
+            self._mpi.get_vendor()[0], self.size
+        )
         self._scratch: HostArray = np.empty(0, np.uint8)
 
     def start(self, call: Callable[..., MpiRequest], *arguments: Any) -> Transfer:
@@ -185,18 +195,18 @@ class BufferCollectives:
             self.reduce(receive, op, 0)
             self.broadcast(receive, 0)
             return
-        pieces = self._pieces(receive, self.way)
-        exchanges = op == "SUM" and receive.nbytes >= self.way.exchanged_bytes
+        pieces = self._pieces(receive, self.algorithm)
+        exchanges = op == "SUM" and receive.nbytes >= self.algorithm.exchanged_bytes
         begin = self._begin_exchange if exchanges else self._begin_reduction
         slots = self._slots(receive, pieces, needed=exchanges or send is None)
         pending: list[Callable[[], Transfer]] = []
         last: list[Transfer] = []
         try:
             for number, part in enumerate(pieces):
-                if number >= self.way.in_flight:
-                    last.append(pending[number - self.way.in_flight]())
+                if number >= self.algorithm.in_flight:
+                    last.append(pending[number - self.algorithm.in_flight]())
                 source = None if send is None else send[part]
-                slot = slots[number % self.way.in_flight]
+                slot = slots[number % self.algorithm.in_flight]
                 pending.append(begin(source, receive[part], slot, op))
             last.extend(end() for end in pending[len(last) :])
             for transfer in last:
@@ -208,7 +218,7 @@ class BufferCollectives:
     def _allreduce_on_device(
         self, send: Buffer | None, receive: Buffer, op: MPIOp
     ) -> None:
-        for part in self._pieces(receive, Way(False, 1, MOST_PIECE, NEVER)):
+        for part in self._pieces(receive, Algorithm(False, 1, MOST_PIECE, NEVER)):
             source = self._mpi.IN_PLACE if send is None else send[part]
             self._block(
                 self.comm.Allreduce, source, receive[part], getattr(self._mpi, op)
@@ -217,7 +227,7 @@ class BufferCollectives:
     def _begin_reduction(
         self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
     ) -> Callable[[], Transfer]:
-        if source is None:  # not MPI_IN_PLACE: see `way_of`
+        if source is None:  # not MPI_IN_PLACE: see `fastest_algorithm`
             source = slot[: target.size]
             source[...] = target
         mpi_op = getattr(self._mpi, op)
@@ -253,10 +263,10 @@ class BufferCollectives:
 
         return end
 
-    def _pieces(self, buffer: Buffer, way: Way) -> list[slice]:
+    def _pieces(self, buffer: Buffer, algorithm: Algorithm) -> list[slice]:
         """Return equal pieces of a buffer, which begin at cache lines."""
         most = min(MOST_PIECE, self.most_bytes)
-        count = min(way.in_flight, buffer.nbytes // way.piece_bytes)
+        count = min(algorithm.in_flight, buffer.nbytes // algorithm.piece_bytes)
         count = max(1, count, -(-buffer.nbytes // most))
         step = round_up(-(-buffer.size // count), LINE)
         return [slice(i, i + step) for i in range(0, buffer.size, step)]
@@ -266,8 +276,8 @@ class BufferCollectives:
     ) -> list[HostArray]:
         """Return scratch memory for each piece in flight, of the dtype of ``like``."""
         if not needed:
-            return [like[:0]] * self.way.in_flight
-        count = min(len(pieces), self.way.in_flight)
+            return [like[:0]] * self.algorithm.in_flight
+        count = min(len(pieces), self.algorithm.in_flight)
         # A piece, and for an exchange what the part of a rank has more than others.
         size = pieces[0].stop - pieces[0].start + self.size
         nbytes = count * size * like.itemsize
@@ -335,7 +345,9 @@ class BufferCollectives:
         send, receive = send[: counts[self.rank]], receive[: sum(counts)]
         unequal = len(set(counts)) > 1
         if receive.nbytes > self.most_bytes or (unequal and not _has_iallgatherv()):
-            for root, part in enumerate(_parts(receive, counts)):
+            ends = [*starts_of(counts), None]
+            for root in range(self.size):
+                part = receive[ends[root] : ends[root + 1]]
                 if root == self.rank:
                     part[...] = send
                     backend.synchronize(part)
@@ -366,10 +378,15 @@ class BufferCollectives:
     def _parts_of_all(
         self, own: Buffer, whole: Buffer | None, counts: Sequence[int]
     ) -> Iterator[tuple[Buffer, list[Any] | None]]:
-        """Yield parts of this rank's buffer, and of the root's that of all ranks.
+        """Yield pairs for one collective each: a part of ``own``, and one of ``whole``.
 
-        Usually there is one, of all. Too much for one collective is moved in parts of
-        one rank at a time, in which the others have nothing.
+        Usually there is one pair. What is too large for one collective is moved in
+        parts of one rank at a time, to which the other ranks contribute nothing.
+
+        Args:
+            own: the buffer of this rank.
+            whole: on the root the buffer with the parts of all ranks; elsewhere None.
+            counts: elements of each rank.
         """
         if sum(counts) * own.itemsize <= self.most_bytes:
             everywhere = (counts, starts_of(counts))
@@ -407,14 +424,6 @@ def _has_iallgatherv() -> bool:
 def starts_of(counts: Sequence[int]) -> list[int]:
     """Return where the part of each rank begins."""
     return [0, *itertools.accumulate(counts)][:-1]
-
-
-def _parts(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
-    """Return the parts of all ranks."""
-    return [
-        buffer[start : start + count]
-        for start, count in zip(starts_of(counts), counts, strict=True)
-    ]
 
 
 def split(texts: HostArray, counts: list[int]) -> list[bytes]:

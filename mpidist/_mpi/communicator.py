@@ -33,6 +33,7 @@ from mpidist._base import machine
 from mpidist._base.environment import AllReduceChoice
 from mpidist._base.reduce_op import MPIOp
 from mpidist._mpi import between, collective_release, survival, versions
+from mpidist._mpi.allreduce_algorithm import Algorithm, chosen_algorithm
 from mpidist._mpi.any_communicator import (
     MESSAGE_BYTES,
     AnyCommunicator as AnyCommunicator,
@@ -42,7 +43,6 @@ from mpidist._mpi.buffers import Buffer, BufferCollectives, Transfer, Waiter, sp
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
 from mpidist._mpi.traffic import Traffic
-from mpidist._mpi.way import Way, chosen_way
 
 _T = TypeVar("_T")
 
@@ -133,9 +133,11 @@ class Communicator(AnyCommunicator):
         gathers, in_flight = max(one["allreduce"] for one in said)
         self._message = memoryview(bytearray(_LENGTH.size + MESSAGE_BYTES))
         self._words = np.zeros((self.size + 1, _WORDS), np.int64)
-        self._way: Way | None = None
+        self._algorithm: Algorithm | None = None
         if in_flight:
-            self._way = chosen_way(AllReduceChoice(bool(gathers), in_flight))
+            self._algorithm = chosen_algorithm(
+                AllReduceChoice(bool(gathers), in_flight)
+            )
         self.buffers: BufferCollectives = self._new_buffers(self._comm)
         self._find_node(said)
         self.identity = said[0]["key"]
@@ -148,7 +150,7 @@ class Communicator(AnyCommunicator):
 
     def _new_buffers(self, comm: MpiComm) -> BufferCollectives:
         count = self.traffic.count_mpi
-        return BufferCollectives(comm, self._waiter, count, self._way)
+        return BufferCollectives(comm, self._waiter, count, self._algorithm)
 
     def _find_node(self, said: list[dict[str, Any]]) -> None:
         """Find this rank's place on its machine, and on its node. Not collective."""

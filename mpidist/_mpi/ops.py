@@ -18,7 +18,7 @@ from mpidist import _native
 from mpidist._base.types import DType
 from mpidist._mpi.library import mpi_module
 
-# Of which MPI's own operations are NumPy's.
+# The dtypes for which MPI's own operation gives the results of NumPy.
 _OWN: Final = {
     "SUM": frozenset(("f4", "f8", "i4", "i8", "u4", "u8", "c8", "c16")),
     "PROD": frozenset(("i4", "i8", "u4", "u8")),
@@ -29,7 +29,7 @@ _OWN: Final = {
 
 @functools.cache
 def host_op(dtype: str, operation: str) -> tuple[Any, DType, Any]:
-    """Return how MPI reduces elements that the core reduces. They are never freed.
+    """Return what MPI needs to reduce as the core does. It is never freed.
 
     Args:
         dtype: kind and bytes, as of `mpidist._native.ReduceLeaf`.

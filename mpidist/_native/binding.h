@@ -105,7 +105,7 @@ typedef struct {
   size_t itemsize;
 } MoveLeaf;
 
-/* How a nest moves then: see `Way` in mpidist/_mpi/way.py. */
+/* How a nest moves then: see mpidist/_mpi/allreduce_algorithm.py. */
 typedef struct {
   MoveLeaf *leaves; /* NULL: it does not */
   int gathers, in_flight;
@@ -200,9 +200,9 @@ int require_idle(int busy);
 /* None for arrays that are not what a call expects: nothing was sent, and the caller copies
    them.  Other exceptions than those of the buffer protocol stay. */
 PyObject *other_arrays(void);
-/* Let other threads of this process run, in a call that takes long; and no more. */
-void let_go(Channel *self);
-void take_back(Channel *self);
+/* In a call that takes long other threads of this process may run; a second call does nothing. */
+void release_gil(Channel *self);
+void acquire_gil(Channel *self);
 /* Take `item` as number i of a list or tuple; where there is none, let go of the list. */
 void put_item(PyObject **list, Py_ssize_t i, PyObject *item);
 /* The seconds of a clock that is that of all processes of a machine. */

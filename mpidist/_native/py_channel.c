@@ -13,27 +13,27 @@ double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-void let_go(Channel *self) {
+void release_gil(Channel *self) {
   if (!self->released) self->released = PyEval_SaveThread();
 }
 
-void take_back(Channel *self) {
+void acquire_gil(Channel *self) {
   if (self->released) PyEval_RestoreThread(self->released);
   self->released = NULL;
 }
 
-static void blocking(void *self) { let_go(self); }
+static void blocking(void *self) { release_gil(self); }
 
 static int pause_call(void *arg, double seconds) {
   Channel *self = arg;
-  take_back(self);
+  acquire_gil(self);
   if (PyErr_CheckSignals()) return 1;
   if (self->pause && self->pause != Py_None) {
     PyObject *result = PyObject_CallFunction(self->pause, "d", seconds);
     if (!result) return 1;
     Py_DECREF(result);
   }
-  let_go(self);
+  release_gil(self);
   return 0;
 }
 
@@ -58,7 +58,7 @@ int begin_call(Channel *self) {
 }
 
 int finish_call(Channel *self, int status) {
-  take_back(self);
+  acquire_gil(self);
   self->busy = 0;
   self->seconds += now() - self->start;
   return status == MD_STOPPED ? -1 : status; /* -1: pause has raised */
@@ -245,7 +245,7 @@ static PyObject *Channel_broadcast(Channel *self, PyObject *args) {
   int flags = root == self->channel.rank ? PyBUF_SIMPLE : PyBUF_WRITABLE;
   if (PyObject_GetBuffer(object, &data, flags)) return NULL;
   if (!begin_call(self)) {
-    let_go(self);
+    release_gil(self);
     result = end_call(self, md_broadcast(&self->channel, data.buf, (size_t)data.len, root));
   }
   PyBuffer_Release(&data);

@@ -261,7 +261,7 @@ static int spread(Gather *self) {
                                .at = start + before};
     start += line(leaf->before * total);
   }
-  let_go(self->channel);
+  release_gil(self->channel);
   return md_spread(ch, self->parts, self->count);
 }
 

@@ -140,7 +140,7 @@ static int set_move(Reduce *self, PyObject *handles) {
 }
 
 static int BetweenReduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", "way", "handles",
+  static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", "algorithm", "handles",
                           "nbytes", NULL};
   Between *between;
   PyObject *leaves, *handles = NULL;
@@ -332,7 +332,7 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
   }
   md_header header = header_of(self->channel, fingerprint, patience);
   header.result_offset = result_offset;
-  let_go(self->channel);
+  release_gil(self->channel);
   md_shared shared = {.nest = &self->nest,
                       .sources = (const unsigned char *const *)self->sources};
   int status = md_shared_meet(ch, &shared, &header);
@@ -340,7 +340,7 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
     self->channel->results_in_arena += (unsigned long)shared.results_in_arena;
     self->channel->sources_in_arena += (unsigned long)shared.sources_in_arena;
     if (!shared.results_in_arena) {
-      take_back(self->channel);
+      acquire_gil(self->channel);
       if (get_views(self, args[1], PyBUF_WRITABLE, self->results)) {
         /* The others wait for this rank: it leaves, as with any exception here. */
         Py_XDECREF(end_call(self->channel, MD_OK));
@@ -348,7 +348,7 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
         return NULL;
       }
       shared.results = (unsigned char *const *)self->results;
-      let_go(self->channel);
+      release_gil(self->channel);
     }
     status = md_shared_finish(ch, &shared);
   }
@@ -507,8 +507,8 @@ PyTypeObject ReduceType = {
 
 PyTypeObject BetweenReduceType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.BetweenReduce",
-    .tp_doc = "BetweenReduce(channel, leaves, fingerprint=0, patience_ms=0, way=..., handles=...,\n"
-              "              nbytes=...)\n--\n\n"
+    .tp_doc = "BetweenReduce(channel, leaves, fingerprint=0, patience_ms=0, algorithm=...,\n"
+              "              handles=..., nbytes=...)\n--\n\n"
               "The all-reduce of a nest behind a header of `Between`; see `Reduce`.",
     .tp_basicsize = sizeof(Reduce),
     .tp_flags = Py_TPFLAGS_DEFAULT,

@@ -134,7 +134,7 @@ class entered:  # noqa: N801 - written as a function: `with entered(frame):`
 
 
 def unwind() -> None:
-    """Leave what a call of the program was in when an exception ended it at any line.
+    """Drop the frames of a call that an exception has ended, at any line.
 
     An exception in the last lines of a ``with`` block may leave its frame behind. The
     scopes and replica contexts that the program has entered stay.
@@ -147,7 +147,7 @@ def unwind() -> None:
 
 
 def _is_of_call(frame: Frame) -> bool:
-    """Return whether a call has entered a frame, and not the program."""
+    """Return whether a call of mpidist has entered a frame, not the program."""
     return (
         frame.level in (Level.COORDINATOR, Level.UPDATE)
         or frame is frame.group.cross_frame
@@ -170,9 +170,9 @@ def scope(group: ReplicaGroup) -> entered:
             )
         return entered(Frame(group, Level.CROSS_REPLICA))
     frame = require_cross_replica(group, "scope")
-    if frame.group is not group or frame.coordinator is None:
-        frame = Frame(group, Level.CROSS_REPLICA)
-    return entered(dataclasses.replace(frame))
+    if frame.coordinator is None:
+        return entered(Frame(group, Level.CROSS_REPLICA))
+    return entered(dataclasses.replace(frame))  # in merge_fn, which it stays
 
 
 def push_global(frame: Frame | None) -> None:

@@ -66,8 +66,8 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
         return execute(group, name, args)
     except BaseException as error:
         interruptions.left(group, call or name, error)
-        # Whoever catches it looks for their own code. Inside a section its end does
-        # for ours.
+        # Users look for their own code. Not in a section: its end finds out from the
+        # frames of this package whether the exception came in it (`is_interruption`).
         if not group.guard.sections and not debugging():
             error.__traceback__ = without_own_frames(error.__traceback__)
         raise
@@ -79,10 +79,10 @@ def execute(group: ReplicaGroup, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def checking(group: ReplicaGroup, call: str) -> AbstractContextManager[None]:
-    """Return a context that checks the arguments of a cross-replica call.
+    """Return a context for checks of the arguments of a cross-replica call.
 
-    What it raises is raised on all ranks; inside ``merge_fn``, which rank 0 runs alone,
-    there.
+    What they raise is raised on all ranks; inside ``merge_fn``, which rank 0 runs
+    alone, on rank 0.
     """
     if context.current().coordinator is not None:
         return contextlib.nullcontext()

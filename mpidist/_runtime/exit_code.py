@@ -1,13 +1,13 @@
-"""The code with which a program ends, which Python tells nobody.
+"""The exit code of this process, for which Python has no hook.
 
-The ranks that wait for one that leaves should leave with its exit code, which often
+Ranks that wait for one that leaves should leave with the same exit code, which often
 tells something to a job script. No hook is called for SystemExit, and when atexit
 functions run, the exception, its traceback and its frames no longer exist. So
-`process_exit` replaces `sys.exit`, which notes the code here. This misses ``raise
-SystemExit(code)``, and ``from sys import exit`` before the strategy was created; the
-waiting ranks then raise CollectiveMismatchError, and the job ends with code 1. A
-thread's sys.exit ends only that thread, and its code is not noted. The code of one that
-is caught is noted nevertheless, and is used if the rank then leaves before the others.
+`process_exit` replaces `sys.exit` by a function that notes the code here. This misses
+``raise SystemExit(code)``, and ``from sys import exit`` before the strategy was
+created; the waiting ranks then raise CollectiveMismatchError, and the job ends with
+code 1. A thread's sys.exit ends only that thread, and its code is not noted. The code
+of a SystemExit that is caught stays noted: it counts if the rank then leaves early.
 
 Rejected: an audit hook (there is no event for sys.exit, and it cannot be removed);
 keeping the SystemExit, to see at the end how far it came (its traceback keeps the
@@ -45,7 +45,7 @@ def note(code: Any) -> None:
 
 
 def noted() -> Any:
-    """Return what was noted; None: nothing, so the program may come to its end."""
+    """Return what was noted; None: nothing, so the program has not called sys.exit."""
     return _noted
 
 
@@ -70,10 +70,12 @@ def as_number(code: Any) -> int:
 def _was_raised() -> bool | None:
     """Return whether the program has ended by an exception; None: it is not known."""
 
-    def ends() -> FrameType:
+    def returns() -> FrameType:
         return sys._getframe()
 
-    if _outermost is None or not _ended_by_return(ends()):  # Python does not tell
+    # A frame that has ended shows its last instruction: a return, unless an exception
+    # ended it. CPython does not promise that, so it is tried with a frame that returns.
+    if _outermost is None or not _ended_by_return(returns()):
         return None
     return not _ended_by_return(_outermost)
 

@@ -1,13 +1,13 @@
-"""The outermost place at which an exception leaves a call that all ranks make.
+"""Tells the other ranks when a signal's exception, or the like, has left a call.
 
-A handler of a signal, Ctrl-C, or a lack of memory can raise at any line. Inside a
-section its end tells the others (`Guard.join`). Every other call of all ranks has one
-``except BaseException`` around all that it does, which calls `left`: the others learn
-of it at once, whatever the line was. Without it they would wait for this rank until the
-deadline, if the program catches the exception and makes no other call.
+A signal handler, Ctrl-C, or a lack of memory can raise at any line. In a section, the
+end of the section tells the others (`sections.join`). Every other call of all ranks has
+one ``except BaseException`` around all that it does, which calls `left`: the others
+learn of it at once, whatever the line was. Otherwise they would wait for this rank
+until the deadline, if the program catches the exception and makes no other call.
 
-What comes before the first line of the call is the program's own: it cannot be told
-from an exception between two calls.
+An exception before the first line of a call is like one between two calls, and is the
+program's own affair.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mpidist._runtime.group import ReplicaGroup
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# What runs programs, as a launcher does.
+# These call the program, and are not called by it.
 _TESTING: Final = os.path.join(PACKAGE, "testing", "")
 _ELASTIC: Final = os.path.join(PACKAGE, "elastic", "_run.py")
 
 
 def left(group: ReplicaGroup, call: str, error: BaseException) -> None:
-    """Tell the other ranks if an exception from outside has left a call of all ranks.
+    """Tell the other ranks if such an exception has left a call of all ranks.
 
     Args:
         group: the ranks.
@@ -47,14 +47,15 @@ def tells(
     call: str,
     group_of: Callable[[Any], ReplicaGroup | None] = operator.attrgetter("_group"),
 ) -> Callable[[_F], _F]:
-    """Return a decorator of a method that all ranks call together; see the module.
+    """Return a decorator for a method that all ranks call: it calls `left`.
 
-    Not for calls in a hot path, which have the same ``try``: it adds a Python call.
+    Not for calls in a hot path, which have the ``try`` themselves: the decorator costs
+    a Python call.
 
     Args:
         call: the name of the call.
         group_of: returns the ranks of an object of the method's class; None if they
-            are not known yet: nobody is told.
+            are not known yet, and nobody can be told.
     """
 
     def decorate(method: _F) -> _F:
@@ -74,7 +75,7 @@ def tells(
 
 
 def _is_outermost(frame: FrameType | None) -> bool:
-    """Return whether the program, and no function that it passed, made a call.
+    """Return whether the program made a call, not a function that mpidist runs for it.
 
     Args:
         frame: of the call.

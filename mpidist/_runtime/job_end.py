@@ -72,17 +72,21 @@ def rank_of_job() -> int | None:
 
 
 def breakdowns() -> list[Breakdown]:
-    """Return what is broken, or may be, of all strategies of this process."""
+    """Return the `Breakdown` of each strategy of this process."""
     return [guard.breakdown for guard in guards.get()]
 
 
 def gave_up() -> list[Breakdown]:
-    """Return those of strategies that have given up on a rank."""
+    """Return the `Breakdown` of each strategy that has given up on a rank."""
     return [one for one in breakdowns() if one.gave_up]
 
 
 def tell_launcher(what: str = "") -> None:
-    """Tell `mpidist run` how far a rank has come; to its end: it was not killed."""
+    """Tell `mpidist run` how far this rank has come, by a file.
+
+    Args:
+        what: `BEGUN` or `GAVE_UP`; "": it ends by itself, and was not killed.
+    """
     if _launchers_file:
         with contextlib.suppress(OSError):
             Path(_launchers_file + what).touch()
@@ -162,7 +166,7 @@ def end_job(
 
 
 def let_threads_end(others: Sequence[threading.Thread] = ()) -> None:
-    """Let another thread end the job, if one does: this one would end the process.
+    """Wait for a thread that is ending the job: the end of this one ends the process.
 
     Args:
         others: threads that may have failed just now.

@@ -8,13 +8,14 @@ from typing import Any, overload
 
 import numpy as np
 
-from mpidist._agreement.begun import CollectiveHandle
+from mpidist._agreement.async_calls import CollectiveHandle
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceOp, Reduction, as_reduce_op
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest
 from mpidist._merge.merge_call import merge_call
-from mpidist._runtime import begun, context, interruptions
+from mpidist._runtime import context, interruptions
+from mpidist._runtime.begin_async import begin_async
 from mpidist._runtime.dispatch import check_arguments
 from mpidist._strategy.contexts import (
     checked,
@@ -317,7 +318,7 @@ class ReplicaContext:
         try:
             require_current(self, name)
             check = checker(name, value)
-            return begun.begin(self._group, name, make, at_once=at_once, check=check)
+            return begin_async(self._group, name, make, at_once=at_once, check=check)
         except BaseException as error:
             interruptions.left(self._group, name, error)
             raise

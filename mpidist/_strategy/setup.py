@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpidist._agreement import mismatch, stacks
 from mpidist._agreement.channel import open_channel
-from mpidist._agreement.deadline import Deadline
+from mpidist._agreement.communicator_waits import CommunicatorWaits
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Key
 from mpidist._base import gpus, interactive, reporting, threads
@@ -97,11 +97,11 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
     if implementation is CommunicationImplementation.AUTO:
         implementation = environment.implementation
     wanted = implementation is not CommunicationImplementation.DIRECT
-    communicator, deadline = _connect(comm, seconds, environment, problem, wanted)
+    communicator, waits = _connect(comm, seconds, environment, problem, wanted)
     try:
         checks = environment.guard if options.guard is None else options.guard
         memory = open_shared_memory(communicator)
-        guard = _make_guard(communicator, deadline, environment, memory)
+        guard = _make_guard(communicator, waits, environment, memory)
         collectives = _make_collectives(
             communicator, guard, memory, arguments, environment, checks
         )
@@ -116,13 +116,13 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
             process_exit.watch(guard, waits=checks)
     except BaseException as error:
         communicator.drop()
-        raise deadline.failed(error) from error.__cause__
+        raise waits.failed(error) from error.__cause__
     return communicator
 
 
 def _connect(
     comm: Comm, seconds: float, environment: Environment, problem: str, wanted: bool
-) -> tuple[Communicator, Deadline]:
+) -> tuple[Communicator, CommunicatorWaits]:
     """Make the strategy's own communicator, and what its waits end by.
 
     Args:
@@ -134,24 +134,24 @@ def _connect(
     """
     replica = threads.current()
     if replica is not None:
-        deadline = Deadline(seconds)
-        return replica.connect(comm, deadline), deadline
+        waits = CommunicatorWaits(seconds)
+        return replica.connect(comm, waits), waits
     world = check_communicator(comm)
     if not environment.alone:
         check_not_alone(world)
-    deadline = Deadline(seconds, functools.partial(survival.losses, world))
+    waits = CommunicatorWaits(seconds, functools.partial(survival.losses, world))
     try:
         communicator = Communicator(
             world,
-            deadline,
+            waits,
             environment.simulated_nodes,
             problem,
             environment.allreduce,
             lambda: {**node.look(wanted=wanted), **stacks.look()},
         )
     except BaseException as error:
-        raise deadline.failed(error) from error.__cause__
-    return communicator, deadline
+        raise waits.failed(error) from error.__cause__
+    return communicator, waits
 
 
 def complete(
@@ -177,7 +177,7 @@ def complete(
 
 def _make_guard(
     communicator: Communicator,
-    deadline: Deadline,
+    waits: CommunicatorWaits,
     environment: Environment,
     memory: SharedMemory,
 ) -> Guard:
@@ -192,24 +192,24 @@ def _make_guard(
     guard = Guard(
         communicator,
         channel,
-        timeout_seconds=deadline.seconds,
+        timeout_seconds=waits.seconds,
         stall_seconds=environment.stall_seconds,
     )
     guard.calls = calls
-    in_process = threads.current() is None
-    if in_process:
+    is_process = threads.current() is None
+    if is_process:
         guard.waits.watchdog.end = process_exit.end_at_deadline
         if environment.timeout_abort:
             guard.breakdown.when_timed_out = process_exit.end_at_deadline
-    deadline.guard = guard
-    if in_process and communicator.size > 1:
+    waits.guard = guard
+    if is_process and communicator.size > 1:
         replicas = stacks.Stacks(communicator.rank, communicator.said)
         guard.waits.ask_missing_ranks(replicas)
     forked_child.close_in_children(guard)
 
     def forget() -> None:
         process_exit.forget(guard)
-        deadline.guard = None
+        waits.guard = None
         if not guard.closed:
             guard.close()  # a dropped one: its memory must not wait for the collector
 

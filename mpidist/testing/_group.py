@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from mpidist._agreement.deadline import Deadline
+from mpidist._agreement.communicator_waits import CommunicatorWaits
 from mpidist.testing._communicator import ThreadCommunicator
 from mpidist.testing._world import Channel
 
@@ -81,12 +81,12 @@ class ThreadGroup:
         return ThreadGroup(channel, ranks.index(self.rank), self._place)
 
 
-def connect(group: ThreadGroup, deadline: Deadline) -> ThreadCommunicator:
+def connect(group: ThreadGroup, waits: CommunicatorWaits) -> ThreadCommunicator:
     """Return a new communicator over a group, for a strategy. Collective."""
     channel, comm = group._channel, group._comm
     made = comm.start(
         "MPIStrategy(...)", None, lambda _: Channel(channel.world, channel.members)
     )
     made.wait_for(_WAIT_SECONDS)
-    deadline.wait(made, "MPIStrategy(...)")
-    return ThreadCommunicator(made.result, group.rank, group._place, deadline.seconds)
+    waits.wait(made, "MPIStrategy(...)")
+    return ThreadCommunicator(made.result, group.rank, group._place, waits.seconds)

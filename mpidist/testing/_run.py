@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
-from mpidist._agreement.deadline import Deadline
+from mpidist._agreement.communicator_waits import CommunicatorWaits
 from mpidist._base import interactive, threads
 from mpidist._base.environment import Environment
 from mpidist._base.errors import CollectiveError, RemoteTraceback, on_rank
@@ -100,7 +100,7 @@ class Replica(threads.ThreadReplica):
             own["timeout_seconds"] = self._timeout
         return dataclasses.replace(environment, **own)
 
-    def connect(self, comm: object, deadline: Deadline) -> ThreadCommunicator:
+    def connect(self, comm: object, waits: CommunicatorWaits) -> ThreadCommunicator:
         """Return a communicator over the replicas of a group. Collective.
 
         Raises:
@@ -118,7 +118,7 @@ class Replica(threads.ThreadReplica):
                     "`mpidist.testing.current_group().split(color)` for some",
                 )
             )
-        return connect(group, deadline)
+        return connect(group, waits)
 
     @property
     def has_ended(self) -> bool:

@@ -25,10 +25,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from mpidist._agreement.begun import CollectiveHandle
+from mpidist._agreement.async_calls import CollectiveHandle
 from mpidist._base import reporting
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._runtime import begun
+from mpidist._runtime.begin_async import begin_async
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist.torch._tensors import (
@@ -236,7 +236,7 @@ class Overlap:
         bucket.taken = [_with_version(x) for x in gradients]
         named, group, op = bucket.named, plan.group, self._op
         call = f"{self._call}, {bucket.text}"
-        bucket.handle = begun.begin(
+        bucket.handle = begin_async(
             group,
             call,
             lambda: sums_of(group, named, gradients, op, call, flags or ()),

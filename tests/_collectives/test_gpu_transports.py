@@ -18,13 +18,13 @@ from replicas import all_reduce, context, local, needs_core, no_room, raises_eve
 import mpidist
 from mpidist._base.gpus import Device
 from mpidist._collectives import (
-    devices,
     nccl as _nccl,
     node as node_module,
     staged as staged_module,
+    transport_choice,
 )
-from mpidist._collectives.devices import Finding, decide
 from mpidist._collectives.staged import StagedTransport
+from mpidist._collectives.transport_choice import Finding, decide
 from mpidist._strategy.strategy import group_of
 
 mpi = pytest.mark.mpi
@@ -36,7 +36,7 @@ PIECE = 64 * 1024
 def auto(monkeypatch):
     """Whatever launch/test has the suite go by, these tests choose for themselves."""
     monkeypatch.delenv("MPIDIST_IMPLEMENTATION", raising=False)
-    monkeypatch.setattr(devices, "_told", set())  # warnings of other tests
+    monkeypatch.setattr(transport_choice, "_told", set())  # warnings of other tests
 
 
 @pytest.fixture(params=["late", "early", "random"])
@@ -415,7 +415,7 @@ def test_auto_without_nccl_is_a_warning_on_rank_0(
         assert "GPU arrays go staged" in text
         assert "MPIDIST_IMPLEMENTATION=staged" in text
     # Who has asked for that way is told nothing, and neither is who has another one.
-    devices._told.clear()
+    transport_choice._told.clear()
     assert said_by(lambda: new_strategy(implementation="STAGED"))[1] == []
     monkeypatch.setenv("MPIDIST_CUDA_AWARE", "1")
     assert said_by(new_strategy)[1] == []
@@ -614,7 +614,7 @@ def test_what_a_strategy_takes(
     monkeypatch, new_strategy, asked, variables, says, way, reason
 ):
     posing.install(monkeypatch)
-    monkeypatch.setattr(devices, "query_cuda_support", lambda: says)
+    monkeypatch.setattr(transport_choice, "query_cuda_support", lambda: says)
     for name, value in variables.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     strategy = new_strategy(device="gpu", implementation=asked)

@@ -27,8 +27,8 @@ import mpidist
 from mpidist import _native
 from mpidist._collectives import hierarchical_route, nodes as engine_nodes
 from mpidist._mpi import between, buffers
+from mpidist._mpi.allreduce_algorithm import NEVER, Algorithm
 from mpidist._mpi.buffers import Transfer
-from mpidist._mpi.way import NEVER, Way
 from mpidist._strategy.strategy import group_of
 
 SHARED = mpidist.experimental.CommunicationImplementation.SHARED
@@ -53,8 +53,8 @@ def sum_by_nodes(nodes, count, dtype):
 def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, gathers, monkeypatch):
     """Between two nodes in their order, of more in MPI's, if MPI adds."""
     if gathers is not None:
-        way = Way(gathers, 2, 2**16, 2**20 if gathers else NEVER)
-        monkeypatch.setattr(buffers, "way_of", lambda *_: way)
+        chosen = Algorithm(gathers, 2, 2**16, 2**20 if gathers else NEVER)
+        monkeypatch.setattr(buffers, "fastest_algorithm", lambda *_: chosen)
     strategy = on_nodes()
     comm = group_of(strategy).communicator
     ordered = gathers or len(nodes) == 2

@@ -24,12 +24,12 @@ from replicas import (
 import mpidist
 from mpidist import _native
 from mpidist._agreement.channel import OK, ExchangeChannel, SelfChannel
-from mpidist._agreement.deadline import Deadline
+from mpidist._agreement.communicator_waits import CommunicatorWaits
 from mpidist._base import machine
 from mpidist._base.reduce_op import COMBINE
 from mpidist._mpi import between, communicator
+from mpidist._mpi.allreduce_algorithm import NEVER, Algorithm
 from mpidist._mpi.buffers import BufferCollectives
-from mpidist._mpi.way import NEVER, Way
 from mpidist._strategy.strategy import group_of
 
 DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
@@ -60,25 +60,25 @@ def comm() -> Any:
     return MPI.COMM_WORLD.Dup()
 
 
-WAYS = {
+ALGORITHMS = {
     "of the library": None,
-    "one": Way(False, 1, 2**20, NEVER),
-    "pieces": Way(False, 4, 1000, NEVER),
-    "exchanged": Way(False, 1, 2**20, 0),
-    "exchanged pieces": Way(False, 3, 1000, 0),
+    "one": Algorithm(False, 1, 2**20, NEVER),
+    "pieces": Algorithm(False, 4, 1000, NEVER),
+    "exchanged": Algorithm(False, 1, 2**20, 0),
+    "exchanged pieces": Algorithm(False, 3, 1000, 0),
 }
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=ALGORITHMS)
 def whole(request: pytest.FixtureRequest, comm: Any) -> BufferCollectives:
-    return BufferCollectives(comm, Polls(), [].append, WAYS[request.param])
+    return BufferCollectives(comm, Polls(), [].append, ALGORITHMS[request.param])
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "cut"])
 def buffers(
     request: pytest.FixtureRequest, whole: BufferCollectives
 ) -> BufferCollectives:
-    """Of each way; also with buffers in many pieces."""
+    """By each algorithm; also with buffers in many pieces."""
     if request.param:
         whole.most_bytes = 2**14
     return whole
@@ -146,12 +146,14 @@ class Raises(Polls):
 
 @mpi
 @core
-@pytest.mark.parametrize("way", ["pieces", "exchanged pieces"])
-def test_a_wait_that_raises_leaks_the_memory_of_all_transfers(comm, way):
+@pytest.mark.parametrize("algorithm", ["pieces", "exchanged pieces"])
+def test_a_wait_that_raises_leaks_the_memory_of_all_transfers(comm, algorithm):
     if comm.Get_size() == 1:
         pytest.skip("one rank starts no transfers")
     for number in range(1, 7):
-        buffers = BufferCollectives(comm, Raises(number), [].append, WAYS[way])
+        buffers = BufferCollectives(
+            comm, Raises(number), [].append, ALGORITHMS[algorithm]
+        )
         send, out = np.ones(2000), np.empty(2000)
         kept = [weakref.ref(send), weakref.ref(out)]
         with pytest.raises(InjectedError):
@@ -282,7 +284,7 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
 def test_headers_without_the_core(comm, monkeypatch):
     monkeypatch.setattr(_native, "core", None)
     rank, size = comm.Get_rank(), comm.Get_size()
-    ranks = communicator.Communicator(comm, Deadline(20))
+    ranks = communicator.Communicator(comm, CommunicatorWaits(20))
     start = ranks.open_headers()
     for turn in range(20):
         request = start((rank, turn, -turn, 2**62 + rank, -(2**62), 7))
@@ -460,14 +462,14 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
     if size == 1:
         pytest.skip("one rank is all ranks")
 
-    deadline = Deadline(20)
+    waits = CommunicatorWaits(20)
     hit = rank == (size - 1 if last else 0)
 
     def make_one() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if hit and step in _OWNERS:
                 fail_after(_OWNERS[step], step, patch)
-            made = communicator.Communicator(comm, deadline, size)
+            made = communicator.Communicator(comm, waits, size)
             made.open_headers()
             if hit:
                 fail_after(BufferCollectives, "__init__", patch)
@@ -491,5 +493,5 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
     if not hit or step != "peers":
         assert told in str(error)
     # What is between the ranks is as it was.
-    later = communicator.Communicator(comm, deadline)
+    later = communicator.Communicator(comm, waits)
     assert later.all_gather_integers([rank]) == [[r] for r in range(size)]

@@ -1,4 +1,4 @@
-"""The choice of transports: what each rank finds, and what all decide from it.
+"""The choice of transports: NCCL, direct (MPI) or staged; host arrays: shared or MPI.
 
 A GPU buffer is moved piece by piece, or by another library, so all ranks must use the
 same transport. When a strategy is made the ranks exchange their findings (`Finding`),
@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from mpidist._base import backend, gpus, nest
+from mpidist._base import gpus
 from mpidist._base.environment import Environment
 from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationImplementation
-from mpidist._base.types import Array
 from mpidist._collectives.nccl import NcclTransport, connect
 from mpidist._collectives.staged import HostMemory, StagedTransport
 from mpidist._collectives.transports import DirectTransport, Transport, Transports
@@ -63,12 +62,12 @@ class Decision:
 
     Attributes:
         transport: of GPU buffers, if AUTO is requested and NCCL is not used.
-        reason: why.
+        reason: why that one.
         mixed: whether some ranks have their arrays on a GPU and some on the host.
         try_nccl: whether to connect the ranks by NCCL, and use it if that works.
-        no_nccl: why not, for the error if NCCL is requested.
-        missing: why NCCL does not load, if it would be used: AUTO is requested, and
-            each of several ranks has a GPU of its own.
+        no_nccl: why the ranks cannot use NCCL, for the error if it is requested.
+        missing: why NCCL does not load, where it would be used otherwise: AUTO is
+            requested, and each of several ranks has a GPU of its own.
     """
 
     transport: Literal["direct", "staged"]
@@ -177,8 +176,13 @@ def _why_no_nccl(findings: Sequence[Finding]) -> tuple[str, bool]:
     return "", True
 
 
-class Devices:
-    """The transports of a strategy's GPU buffers, each made at its first use."""
+class TransportChoice:
+    """Chooses the transports of a strategy.
+
+    Attributes:
+        memory: page-locked memory for staged GPU arrays.
+        decision: what the ranks have decided; until then, what works on any rank.
+    """
 
     def __init__(
         self, comm: AnyCommunicator, device: gpus.Device, environment: Environment
@@ -187,7 +191,6 @@ class Devices:
         self._device = device
         self.memory: HostMemory = HostMemory(environment.staging_bytes)
         self._nccl: NcclTransport | None = None
-        # Until the ranks have decided: what works on any rank.
         self.decision: Decision = Decision("staged", "staged: one replica", mixed=True)
 
     def decide(
@@ -262,7 +265,7 @@ class Devices:
         shared: DirectTransport | None,
         why_not_shared: str,
     ) -> Transports:
-        """Return the transports of a request. Not collective.
+        """Return the transports for a request. Not collective.
 
         Args:
             wanted: what the options ask for, or the environment.
@@ -291,6 +294,7 @@ class Devices:
     def _of_gpu_arrays(
         self, wanted: CommunicationImplementation, host: DirectTransport
     ) -> tuple[Transport, str]:
+        """Return the transport of GPU arrays for a request, and why."""
         kind, asked = CommunicationImplementation, "asked for in the options"
         if wanted is kind.NCCL and self._nccl is None:
             why = self.decision.no_nccl or "it was not asked for at first"
@@ -339,18 +343,3 @@ def _where_ranks_are(comm: AnyCommunicator, shares: bool, why_not: str) -> str:
     if shares:
         return f"{nodes}, whose ranks share memory for large arrays"
     return f"{nodes}, whose ranks share no memory: {why_not}"
-
-
-def place_text(arrays: list[Array], structure: nest.Structure, mixed: bool) -> str:
-    """Return, for a call's text, which of its arrays are on a GPU; "" for none.
-
-    If the ranks have devices of different kinds (``mixed``), GPU buffers make the same
-    calls of MPI as host buffers; it is enough if devices are equal within one call.
-    """
-    places = [backend.is_device_array(x) for x in arrays]
-    if not any(places) or (mixed and all(places)):
-        return ""
-    if all(places):
-        return " on the GPU"
-    names = ["GPU" if place else "host" for place in places]
-    return f" on {structure.render(names)}"

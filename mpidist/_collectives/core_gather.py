@@ -1,21 +1,13 @@
-"""The plans of all-gathers, for nests of one structure.
+"""All-gathers of host arrays whose headers go through the core.
 
-A plan holds everything that does not depend on values: it is made once for a call, a
-structure, dtypes, and shapes without the axis. The lengths along the axis may differ
-between ranks and between calls, so the ranks exchange them:
-
-- `HeaderGather`, for host arrays of ranks whose headers go through the core: the
-  lengths are sent with the header, and small arrays too, which then takes one exchange.
-  Large arrays are gathered after it, in one of the two ways below.
+- `HeaderGather`: the lengths travel with the header, and small arrays too, which then
+  takes one exchange. It leaves large ones to one of the two below.
 - `ArenaGather`, on one node: every rank makes its results in its arena, as if all
   lengths were the same, and says in the header where they are; then each writes its
   arrays to the results of all. If lengths differ, the results are made again, and
-  another header says where. If the arena of a rank is full, it is as between nodes.
-- `MpiGather`, for all others: MPI concatenates (``Iallgather``, ``Iallgatherv``), once
-  for each array, or once for all if they are small. One array of equal lengths along
-  axis 0 the core gathers behind the header, without Python in between. Without
-  `HeaderGather` the header says whether the lengths are the same on all ranks, which is
-  the usual case; otherwise they are exchanged.
+  another header says where. If the arena of a rank is full, MPI gathers.
+- `MpiGather`, between nodes (`mpi_gather`). If one array has equal lengths along axis 0
+  on all ranks, the core gathers it behind the header, without Python in between.
 
 No memory is written while it is read: for small arrays see ``channel.h``. A rank
 returns its results after a step that all make when they have read them; until then they
@@ -24,9 +16,7 @@ are referred to here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
@@ -34,7 +24,6 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, NOWHERE, LeftError
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
-from mpidist._base.memory import LINE
 from mpidist._base.types import Array, HostArray
 from mpidist._collectives.mpi_gather import (
     HAVE_MEMORY,
@@ -45,48 +34,8 @@ from mpidist._collectives.mpi_gather import (
 )
 from mpidist._collectives.node import Node
 from mpidist._collectives.plan import Plan, Results, as_buffers
-from mpidist._collectives.pool import SMALLEST, array_in
+from mpidist._collectives.pool import array_in
 from mpidist._collectives.resources import Resources
-
-_QUICK_BYTES: Final = 32 * 1024  # which travel with the header on one node
-
-
-def make(resources: Resources, signature: GatherSignature) -> Plan:
-    """Return the plan of a signature; of the same class on all ranks."""
-    lengths_bytes, guard = 8 * len(signature.leaves), resources.guard
-    if not signature.on_host:
-        return MpiGather(resources, signature)
-    node = resources.node
-    is_shared = node is not None and signature.transports.host.name == "shared"
-    if is_shared and _native.core.EAGER_BYTES - lengths_bytes > LINE:
-        assert node is not None
-        core = _new_core(resources, signature, node.channel)
-        large = ArenaGather(resources, signature, core, node)
-        return HeaderGather(resources, signature, core, large, _QUICK_BYTES)
-    channel: _native.Between = guard.channel
-    if _native.core is None or type(channel) is not _native.core.Between:
-        return MpiGather(resources, signature)
-    if not guard.enabled or lengths_bytes > channel.share:
-        return MpiGather(resources, signature)
-    core = _new_core(resources, signature, channel)
-    by_mpi, quick_bytes = MpiGather(resources, signature, core), channel.share - 8
-    if by_mpi.is_one_block:
-        quick_bytes = max(quick_bytes, SMALLEST)
-    return HeaderGather(resources, signature, core, by_mpi, quick_bytes)
-
-
-def _new_core(
-    resources: Resources,
-    signature: GatherSignature,
-    channel: _native.Channel | _native.Between,
-) -> _native.Gather:
-    """Return the nest in the core; the channel exchanges its headers."""
-    rows = [
-        (math.prod(leaf.before), math.prod(leaf.after) * leaf.dtype.itemsize)
-        for leaf in signature.leaves
-    ]
-    number, patience = signature.call.fingerprint, resources.guard.patience_ms
-    return _native.core.Gather(channel, rows, number, patience)
 
 
 class HeaderGather(Plan):

@@ -1,11 +1,11 @@
-"""Calls that are begun now and end later; see `mpidist._agreement.begun`."""
+"""Begins an asynchronous call; `mpidist._agreement.async_calls` has the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from mpidist._agreement.begun import BegunCalls, CollectiveHandle
+from mpidist._agreement.async_calls import AsyncCalls, CollectiveHandle
 from mpidist._base import threads
 from mpidist._mpi import library
 from mpidist._runtime import job_end, process_exit
@@ -14,12 +14,12 @@ from mpidist._runtime.group import ReplicaGroup
 _T = TypeVar("_T")
 
 
-def has_thread(group: ReplicaGroup) -> bool:
-    """Return whether calls that are begun are made by a thread of their own.
+def _has_thread(group: ReplicaGroup) -> bool:
+    """Return whether a thread makes the asynchronous calls; ranks may differ in it.
 
-    The others are made before `begin` returns: of one replica; of arrays on a GPU,
-    which is a state of the thread that uses it; by the user's `CrossDeviceOps`; and
-    where MPI may be called by one thread at a time. It may differ between ranks.
+    Otherwise `begin_async` makes them: with one replica; with arrays on a GPU, as each
+    thread has its own current GPU; with the user's `CrossDeviceOps`; and if MPI allows
+    calls by one thread only.
     """
     return (
         group.num_replicas > 1
@@ -29,7 +29,7 @@ def has_thread(group: ReplicaGroup) -> bool:
     )
 
 
-def begin(
+def begin_async(
     group: ReplicaGroup,
     name: str,
     make: Callable[[], _T],
@@ -38,15 +38,15 @@ def begin(
     warns: bool = True,
     check: Callable[[], None] | None = None,
 ) -> CollectiveHandle[_T]:
-    """Begin a call of all ranks, and return at once. Collective.
+    """Begin an asynchronous call, and return its handle. Collective.
 
     Args:
         group: the ranks.
         name: of the call.
-        make: makes it.
-        at_once: whether this thread makes it before it returns.
+        make: makes the call, and returns its result.
+        at_once: whether to make the call here, before this function returns.
         warns: whether a handle that is dropped without `result` warns.
-        check: called by `result`; it may raise.
+        check: called by the first `result`; it may raise. None: nothing is.
 
     Raises:
         RuntimeError: if the strategy was closed.
@@ -54,10 +54,10 @@ def begin(
     guard = group.guard
     if guard.closed:
         raise guard.breakdown.error()
-    at_once = at_once or not has_thread(group)
+    at_once = at_once or not _has_thread(group)
     handle = CollectiveHandle(guard, name, make, warns, check)
     if guard.begun is None:
-        guard.begun = BegunCalls(guard)
+        guard.begun = AsyncCalls(guard)
         # Where this process does not wait for the ends of the others, a call may be
         # under way that they never make.
         waits = guard in job_end.guards.get()

@@ -1,18 +1,18 @@
-"""Calls that are begun now and end later, made by one thread of each strategy.
+"""Asynchronous calls (`all_reduce_async`): begun now, made by a thread, awaited later.
 
-The thread makes them in the order in which the program has begun them, by the same
-plans as all calls. A call that is not begun but made waits for those begun before
-(`Guard.settle`), so the headers of a rank have the order of its program, and two
-threads are never in calls of one strategy at once.
+Each strategy has one such thread. It makes the calls in the order in which the program
+has begun them, by the same plans as all calls. A synchronous call first waits for the
+asynchronous ones before it (`Guard.settle`), so the headers of a rank have the order of
+its program, and two threads are never in calls of one strategy at once.
 
-A failure is raised at a place of the program, the same on all ranks: by the `result` of
-the call, or by the next call that is made, whichever is first; at the end of the
-program it ends the job like an uncaught exception. Until then the thread makes none of
-the calls that were begun: on another rank the program may not have come so far. They
-have the same error.
+A failure is raised at a place of the program that is the same on all ranks: by the
+`result` of the call, or by the next synchronous call, whichever is first; at the end of
+the program it ends the job like an uncaught exception. Until then the thread makes no
+further call, since the program of another rank may not have come so far: calls that
+were begun meanwhile get the same error.
 
-What ends the program's own wait, such as Ctrl-C, is raised in the thread's wait too
-(`BegunCalls.stop`), which tells the other ranks as if it had come there.
+An exception that ends the program's own wait, such as Ctrl-C, is raised in the thread's
+wait too (`AsyncCalls.stop`), which tells the other ranks.
 
 Rejected: a second communicator (nothing would compare the order of both).
 """
@@ -46,7 +46,7 @@ class CollectiveHandle(Generic[_T]):
     end of the program.
     """
 
-    _calls: BegunCalls | None = None
+    _calls: AsyncCalls | None = None
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CollectiveHandle(Generic[_T]):
         warns: bool,
         check: Callable[[], None] | None,
     ) -> None:
-        """Hold a call; `BegunCalls.begin` makes them."""
+        """Hold a call; `AsyncCalls.begin` makes them."""
         self._guard = guard  # a `Guard`, which is defined above this file
         self._name = name
         self._make: Callable[[], _T] | None = make
@@ -113,7 +113,7 @@ class CollectiveHandle(Generic[_T]):
             del self, guard  # which the traceback of the error refers to
 
     def _run(self, *, at_once: bool = False) -> None:
-        """Make the call; called by `BegunCalls`."""
+        """Make the call; called by `AsyncCalls`."""
         calls, make = self._calls, self._make
         if self._done:
             return
@@ -136,14 +136,14 @@ class CollectiveHandle(Generic[_T]):
         self._end(self._error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Let those go on who wait for the call."""
+        """Mark the call as ended, and wake who waits for it."""
         if not self._done:
             self._error = error
             self._done = True
             self._lock.release()
 
     def _wait(self, seconds: float = -1) -> None:
-        """Wait until the call has ended; by a lock, which signals end."""
+        """Wait until the call has ended: on a lock, a wait that signals can end."""
         if not self._done and self._lock.acquire(timeout=seconds):
             self._lock.release()
 
@@ -166,17 +166,18 @@ class CollectiveHandle(Generic[_T]):
         )
 
 
-class BegunCalls:
-    """The calls of a strategy that were begun, and the thread that makes them.
+class AsyncCalls:
+    """The asynchronous calls of a strategy, and the thread that makes them.
 
     Args:
         guard: of the strategy.
 
     Attributes:
-        unsettled: whether calls may not have ended, or one has failed.
+        unsettled: whether a call may still be in progress, or has failed.
         failure: what a call has raised, until the program raises it.
         has_warned: whether a handle that was dropped has warned.
-        generation: of handles; those from before a failure do not warn.
+        generation: counts up whenever handles become obsolete; only handles of the
+            current generation warn if they are dropped.
     """
 
     def __init__(self, guard: Any) -> None:
@@ -185,7 +186,7 @@ class BegunCalls:
         self._thread: threading.Thread | None = None
         # Weakly: the queue, then the thread, keep a call until it has ended.
         self._last: Callable[[], _AnyCall | None] = lambda: None
-        self._awaited = False  # the program waits, and computes nothing
+        self._awaited = False  # the program waits for a call, and computes nothing
         self._stop: BaseException | None = None
         self.unsettled: bool = False
         self.failure: BaseException | None = None
@@ -194,11 +195,11 @@ class BegunCalls:
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def begin(self, call: _AnyCall, *, at_once: bool) -> None:
-        """Have a call made after those begun before; or, ``at_once``, before it ends.
+        """Queue a call for the thread; or, ``at_once``, make it in this thread.
 
         Args:
-            call: the call.
-            at_once: whether this thread makes it.
+            call: the call. It is made after all that were begun before.
+            at_once: whether to make it here, and return when it has ended.
         """
         call._calls = self
         call._generation = self.generation
@@ -270,17 +271,17 @@ class BegunCalls:
             self.generation += 1
         return failure
 
-    def excuse(self) -> None:
-        """Have no handle warn that there is now: the program raises an exception."""
+    def silence_handles(self) -> None:
+        """Let no existing handle warn: an exception keeps the program from using it."""
         self.generation += 1
 
-    # --- what the thread does in a wait -------------------------------------------
+    # --- ending the wait of the thread --------------------------------------------
 
     def stop(self, error: BaseException) -> None:
-        """End the calls that were begun: an exception has come to the program.
+        """End all calls, since the program was interrupted by an exception.
 
         Args:
-            error: the exception, which is raised in the wait of the thread.
+            error: the exception, which is raised in the wait of the thread (`look`).
         """
         last = self._last()
         if last is None or last.done() or self.is_own_thread():
@@ -293,36 +294,37 @@ class BegunCalls:
             self._stop = None
         self._last = lambda: None
         self.drain()
-        self.generation += 1
+        self.silence_handles()
 
     def look(self) -> None:
-        """Raise in the thread what has come to the program; see `stop`."""
+        """In a wait of the thread: raise the exception of `stop`."""
         if self._stop is not None and self.is_own_thread():
             raise self._stop
 
     def end(self) -> None:
         """End the thread: the strategy is closed, or this process is a forked child."""
-        self.generation += 1
+        self.silence_handles()
         self._queue.put(None)
 
 
 def _work(
     calls: queue.SimpleQueue[_AnyCall | None],
     replica: threads.ThreadReplica | None,
-    owner: weakref.ref[BegunCalls],
+    owner: weakref.ref[AsyncCalls],
     observed: Calls | None,
 ) -> None:
-    """Make the calls; nothing that is kept here keeps the strategy."""
+    """Run the thread: make the calls. It holds no reference to the strategy."""
 
-    def is_calm() -> bool:
+    def yields_core() -> bool:
         begun = owner()
         return begun is None or not begun._awaited  # the program computes
 
-    polling.here.calm = is_calm
+    polling.here.yields_core = yields_core
     if observed is not None:
         observed.makes_begun_calls()
-    is_replica = contextlib.nullcontext() if replica is None else None
-    with is_replica or threads.entered(replica):  # type: ignore[arg-type]
+    with contextlib.ExitStack() as stack:
+        if replica is not None:
+            stack.enter_context(threads.entered(replica))
         while (call := calls.get()) is not None:
             mismatch.begun.site = call._site
             call._run()

@@ -1,6 +1,6 @@
-"""The waits of a communicator: first with a limit, then those of the strategy's guard.
+"""How a communicator waits: while a strategy is set up, and then by its guard.
 
-The deadline of the calls of a strategy is in `waiting`.
+What ends the waits of a strategy's calls, such as the deadline, is in `waiting`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from mpidist._mpi.any_communicator import Request
 from mpidist._mpi.buffers import Transfer
 
 
-class Deadline:
-    """Waits for the requests of a communicator.
+class CommunicatorWaits:
+    """Waits for the requests of a communicator: a `mpidist._mpi.buffers.Waiter`.
 
-    While a strategy is set up there is only a limit for each wait. The guard, which is
-    made after the communicator and needs it, then takes over.
+    While a strategy is set up each wait has a time limit. The guard, which needs the
+    communicator and so is made after it, then takes over.
 
     Args:
         seconds: the limit of each wait; 0: none.
         losses: returns which ranks are lost; see `survival.losses`.
 
     Attributes:
-        guard: waits for data from now on; None: none does, before there is one and
-            after the communicator was freed.
+        guard: waits for data; None: there is none yet, or the strategy is gone.
     """
 
     def __init__(

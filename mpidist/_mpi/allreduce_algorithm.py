@@ -1,4 +1,4 @@
-"""How an all-reduce of a large buffer is made of MPI's collectives."""
+"""Of which of MPI's collectives an all-reduce of a large buffer is made."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from mpidist._base.environment import AllReduceChoice
 MOST_PIECE: Final = 64 * 2**20
 """The most bytes of a piece: each that completes restarts the deadline of a wait."""
 
-
 NEVER: Final = 2**63
 
 _MOST_RANKS: Final = 3  # that exchange parts
 _LEAST_EXCHANGED: Final = 2**20 + 1
 
 
-class Way(NamedTuple):
+class Algorithm(NamedTuple):
     """Which collectives of MPI an all-reduce is, and how many at a time.
 
     Attributes:
@@ -35,8 +34,8 @@ class Way(NamedTuple):
     exchanged_bytes: int
 
 
-def way_of(library: str, size: int) -> Way:
-    """Return what is fastest; measured on 2026-11-26 at 1, 4 and 16 MiB.
+def fastest_algorithm(library: str, size: int) -> Algorithm:
+    """Return the fastest algorithm; measured on 2026-11-26 at 1, 4 and 16 MiB.
 
     Open MPI 5.0.11 reduces to one rank and then broadcasts, if there are fewer than
     four, or if the result is to be where the input is (``coll/libnbc``). Between two
@@ -50,14 +49,14 @@ def way_of(library: str, size: int) -> Way:
         size: the number of ranks.
     """
     if library != "Open MPI":
-        return Way(False, 4, 2**20, NEVER)
+        return Algorithm(False, 4, 2**20, NEVER)
     if size > _MOST_RANKS:
-        return Way(False, 1, MOST_PIECE, NEVER)
-    return Way(size == 2, 2, 2**20, _LEAST_EXCHANGED)
+        return Algorithm(False, 1, MOST_PIECE, NEVER)
+    return Algorithm(size == 2, 2, 2**20, _LEAST_EXCHANGED)
 
 
-def chosen_way(choice: AllReduceChoice) -> Way:
-    """Return what the user has chosen (``MPIDIST_ALLREDUCE``)."""
+def chosen_algorithm(choice: AllReduceChoice) -> Algorithm:
+    """Return the algorithm that the user has chosen (``MPIDIST_ALLREDUCE``)."""
     piece_bytes = 2**20 if choice.in_flight > 1 else MOST_PIECE
     exchanged_bytes = _LEAST_EXCHANGED if choice.gathers else NEVER
-    return Way(choice.gathers, choice.in_flight, piece_bytes, exchanged_bytes)
+    return Algorithm(choice.gathers, choice.in_flight, piece_bytes, exchanged_bytes)
