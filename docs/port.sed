@@ -40,7 +40,7 @@ s/tf\.data\.experimental\.cardinality\(([^()]*)\)/\1.cardinality()/g
 s/tf\.data\.(experimental\.Counter|Dataset\.counter)\(\)/tf.data.Dataset.range(2**62)/g
 s/tf\.data\.(experimental\.)?/mpidist.data./g
 s/\btf\.train\.CheckpointOptions\(/(lambda *_, **__: None)(/g
-s/\btf\.train\.CheckpointOptions\b/object/g
+s/\btf\.(train\.CheckpointOptions|saved_model\.(Load|Save)Options)\b/object/g
 s/tf\.train\.list_variables\(([^()]*(\([^()]*\))?)\)/[(name, x.shape) for name, x in mpidist.load_checkpoint(\1).items()]/g
 s/tf\.train\.load_variable\((ckpt_dir_or_file *= *)?([^(),=]*(\([^()]*\))?), *(name *= *)?([^()=]*(\([^()]*\)[^()=]*)*)\)/mpidist.load_checkpoint(\2)[\5]/g
 s/\b(checkpoint|ckpt|reader)\.get_tensor\((tensor_str *= *)?([^()=]*(\([^()]*\)[^()=]*)*)\)/\1[\3]/g

@@ -89,6 +89,7 @@ class Variable(ArrayLike, Registered):
     """
 
     _storage: VariableStorage
+    _hash: int = 0
 
     @interruptions.tells("Variable(...)", lambda _: context.current().group)
     @explain_keywords("Variable")
@@ -217,7 +218,9 @@ class Variable(ArrayLike, Registered):
             f"dtype={self.dtype.name}, value{whose}={np.array2string(host)}>"
         )
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        # The same on all ranks, so that they go through a set in the same order.
+        return self._hash
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -532,6 +535,7 @@ def set_up(
         else:
             variable._storage = VariableStorage(group, attributes, value)
         variable._storage.key = key = (group.registry.next_key(), 0)
+        variable._hash = variable._hash or hash((group.number, *key))
         return group.registry.add(key, variable)
 
 

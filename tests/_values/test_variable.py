@@ -690,3 +690,18 @@ def test_without_an_aggregation_replicas_write_equal_values(
         lambda: strategy.run(lambda: v.assign(unlike) if rank else None),
     )
     assert_mirrored(strategy, v, initial)
+
+
+def test_ranks_go_through_a_set_of_variables_in_the_same_order(strategy, rank):
+    """As in `apply_gradients(zip(g, set(variables)))`."""
+    gone = [make(strategy, 0.0) for _ in range(3)]
+    other = [[] for _ in range(1000 * rank)]  # addresses differ between ranks
+    variables = [make(strategy, 1.0 * i, name=f"v{i}") for i in range(40)]
+    del gone[1]
+    order = [v.name for v in set(variables)]
+    assert everywhere(order) == [order] * strategy.num_replicas_in_sync
+    assert len({*variables, *gone, mpidist.Variable(1.0), mpidist.Variable(2.0)}) == 44
+    assert other[:1] in ([], [[]])
+    optimizer = mpidist.optimizers.SGD(1.0)
+    strategy.run(lambda: optimizer.apply_gradients([(1.0, v) for v in set(variables)]))
+    assert_mirrored(strategy, variables[7], 7.0 - strategy.num_replicas_in_sync)

@@ -426,7 +426,7 @@ devices = len(tf.config.list_logical_devices())
 version = f"{tf.__version__}", int(tf.__version__.split(".")[0]) < 2
 
 class Stop(tf.keras.callbacks.EarlyStopping):
-  pass
+  options: tf.saved_model.SaveOptions = None
 
 class Wrapped(tf.keras.optimizers.SGD):
   def _create_hypers(self):
