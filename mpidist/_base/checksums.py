@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.types import Array
+from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.types import Array, Nest
 
 # Of any buffer: NumPy's types say that arrays are one only from Python 3.12 on.
 _crc32: Final[Callable[..., int]] = zlib.crc32
@@ -48,6 +49,18 @@ def summarize(x: Array, most_bytes: int | None = None) -> str:
     if x.size <= _FEW_VALUES:
         return f"{backend.to_host(x).tolist()} (checksum {checksum:x})"
     return f"{backend.describe(x)} with checksum {checksum:x}"
+
+
+def summarize_value(x: Nest, call: str) -> str:
+    """Return `summarize` of an array or a number, or of rows and their numbers."""
+    if isinstance(x, IndexedSlices):
+        rows, indices = (summarize_value(y, call) for y in (x.values, x.indices))
+        return f"{rows} at {indices}"
+    if type(x) is np.ndarray:
+        return summarize(x)
+    if backend.is_array(x) or backend.is_number(x):
+        return summarize(backend.as_array(x, call)[0])
+    return f"a {type(x).__name__}"
 
 
 def sample(x: Array) -> str:

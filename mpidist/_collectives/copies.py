@@ -17,6 +17,7 @@ import numpy as np
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import FROM_RANK_0
 from mpidist._base import backend, checksums, nest
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape
@@ -355,9 +356,11 @@ class Copies:
         if not self.resources.guard.checks:
             return
         texts = [
-            checksums.summarize(backend.as_array(value, call)[0])
-            for value in values
-            if backend.is_number(value) or backend.is_array(value)
+            checksums.summarize_value(x, call)
+            for x in values
+            if backend.is_number(x)
+            or backend.is_array(x)
+            or isinstance(x, IndexedSlices)
         ]
         if texts:
             self.resources.guard.agree(

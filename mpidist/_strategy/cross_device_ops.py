@@ -365,7 +365,11 @@ def _run_on_all(
         with context.entered(group.cross_frame):
             results = body()
         if guard.checks:
-            texts = [_describe_result(x) for x, for_all in results if for_all]
+            texts = [
+                checksums.summarize_value(component_of(x), call)
+                for x, for_all in results
+                if for_all
+            ]
             section.set_result(", ".join(texts))
         return results
 
@@ -375,15 +379,6 @@ def _run_on_all(
         group.registry.wrap_tree(Mirrored, own_component(x)) if for_all else x
         for x, for_all in results
     ]
-
-
-def _describe_result(x: Nest) -> str:
-    x = component_of(x)
-    if isinstance(x, IndexedSlices):
-        return f"IndexedSlices of {_describe_result(x.values)}"
-    if backend.is_array(x) or backend.is_number(x):
-        return checksums.summarize(backend.as_array(x, "reduce")[0])
-    return f"a {type(x).__name__}"
 
 
 def _zeros_like_result(op: ReduceOp, own: Nest, call: str) -> Nest:

@@ -598,11 +598,9 @@ def _assign_variable(
         prepared = storage.prepare(how, value)
     except Exception as error:
         collectives.invalid(call, error)
-    parts = [prepared]
-    if isinstance(prepared, IndexedSlices):
-        parts = [prepared.values, prepared.indices]
-    text = f"{call} {backend.describe(parts[0])}"
+    is_array = not isinstance(prepared, IndexedSlices)
+    text = f"{call} {backend.describe(prepared if is_array else prepared.values)}"
     if collectives.guard.checks and not is_same(group, value):
-        text += f" = {' at '.join(map(checksums.summarize, parts))}"
+        text += f" = {checksums.summarize_value(prepared, call)}"
     collectives.guard.agree(Call(text))
     storage.store(how, prepared)

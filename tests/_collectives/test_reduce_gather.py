@@ -243,6 +243,18 @@ def test_values_that_are_not_per_replica(strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_rows_that_are_not_per_replica_and_differ(strategy, rank):
+    for values, indices in (([1.0], [rank]), ([float(rank)], [0])):
+        rows = mpidist.IndexedSlices(values, indices)
+        raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda rows=rows: strategy.reduce("MEAN", rows, axis=None),
+        )
+    same = mpidist.IndexedSlices([1.0], [2])
+    assert strategy.reduce("MEAN", same, axis=None).indices == [2]
+
+
 def test_mixed_nests(strategy, rank, size):
     value = strategy.run(lambda: float(rank))
     result = strategy.reduce("MEAN", {"p": value, "n": 7.0}, axis=None)

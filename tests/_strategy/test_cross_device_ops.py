@@ -17,6 +17,7 @@ from replicas import (
 
 import mpidist
 from mpidist._strategy.strategy import group_of
+from mpidist._values.distributed import own_component
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -406,6 +407,23 @@ def test_a_class_of_the_user_that_fails_on_one_rank(strategy_with, rank, size, w
 
 
 @pytest.mark.one_size
+@pytest.mark.mpi(min_size=2)
+def test_rows_whose_numbers_differ(strategy_with, rank, size):
+    class Shifted(mpidist.CollectiveAllReduce):
+        def reduce_implementation(self, *args):
+            rows = own_component(super().reduce_implementation(*args))
+            return mpidist.IndexedSlices(rows.values, rows.indices + (rank == size - 1))
+
+    strategy = strategy_with(Shifted())
+    v = make(strategy, np.zeros(9))
+    x = strategy.run(lambda: mpidist.IndexedSlices([1.0], [rank]))
+    for call in (
+        lambda: strategy.reduce("SUM", x, axis=None),
+        lambda: strategy.extended.reduce_to("SUM", x, v),
+    ):
+        raises_everywhere(mpidist.CollectiveMismatchError, call)
+
+
 def test_wrong_results(strategy_with):
     class Short(mpidist.CollectiveAllReduce):
         def batch_reduce_implementation(self, op, pairs, options):
