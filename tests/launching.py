@@ -22,6 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ULFM = ("--with-ft", "ulfm")  # the options of Open MPI's mpirun
 JOB_MARK = "MPIDIST_TEST_JOB"  # by which the processes of a job are found again
+# A rank that is killed while it makes a strategy leaves a file in /dev/shm for a
+# minute. So that a test beside it does not take that for its own, ranks name theirs.
+FILES = "MPIDIST_TEST_FILES"
+NAME_FILES = f"""
+import os
+from mpidist._collectives import node
+node._PREFIX += os.environ["{FILES}"]
+"""
 # Of PMIx, in Open MPI's mpirun: once in some hundred times, before any rank is there.
 LAUNCHER_FAULT = "listener thread failed to start"
 
@@ -278,15 +286,12 @@ def _is_installed() -> bool:
     return any(True for _ in found)
 
 
-def shared_files() -> set[str]:
-    """Return the names of the files of mpidist in /dev/shm."""
-    return {path.name for path in Path("/dev/shm").glob("mpidist-*")}
-
-
-def left_over(before: set[str]) -> set[str]:
-    """Return the files that stay: other jobs have theirs for a moment only."""
-    end = time.monotonic() + 20
-    while (files := shared_files() - before) and time.monotonic() < end:
+def left_over(name: str, seconds: float = 20) -> set[str]:
+    """Return the files in /dev/shm that stay, of ranks whose `FILES` is ``name``."""
+    end = time.monotonic() + seconds
+    while files := {path.name for path in Path("/dev/shm").glob(f"mpidist-{name}*")}:
+        if time.monotonic() > end:
+            break
         time.sleep(0.1)
     return files
 

@@ -14,13 +14,14 @@ import random
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.soak_job import ENDINGS
-from launching import left_over, run_ranks, shared_files
+from launching import FILES, left_over, run_ranks
 
 JOB = Path(__file__).with_name("soak_job.py")
 ROUTES = ("", "shared", "direct")
@@ -41,14 +42,14 @@ def run_job(seed: int, ranks: int, rounds: int, folder: Path) -> Counter[str]:
     ending, route = rng.choice(ENDINGS), rng.choice(ROUTES)
     killed = folder / "killed"
     killed.unlink(missing_ok=True)
-    before = shared_files()
+    files = uuid.uuid4().hex
     what = f"seed {seed}, {ranks} ranks, {rounds} rounds, {route or 'any'} route"
     try:
         result = run_ranks(
             ranks,
             [JOB, str(seed), str(rounds), folder, ending],
             timeout=60 + 2 * rounds,
-            env={"MPIDIST_IMPLEMENTATION": route},
+            env={"MPIDIST_IMPLEMENTATION": route, FILES: files},
         )
     except TimeoutError as error:
         progress = (folder / "progress").read_text()
@@ -74,8 +75,8 @@ def run_job(seed: int, ranks: int, rounds: int, folder: Path) -> Counter[str]:
         seconds = ended - float(killed.read_text())
         if seconds > SOON:
             raise SoakError(f"{text}\nIt ended {seconds:.1f} s after the kill")
-    if files := left_over(before):
-        raise SoakError(f"{text}\nLeft in /dev/shm: {files}")
+    if left := left_over(files):
+        raise SoakError(f"{text}\nLeft in /dev/shm: {left}")
     return counts + Counter({f"job {ending}": 1, "rounds": rounds})
 
 

@@ -31,6 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from launching import NAME_FILES
 from replicas import SignalError, context, everywhere, wait_asleep
 
 import mpidist
@@ -696,6 +697,7 @@ ENDINGS = ("ends", "killed", "raises", "exits")
 
 def main() -> None:
     seed, rounds, folder, ending = sys.argv[1:]
+    exec(NAME_FILES)
     signal.signal(signal.SIGALRM, _handler)
     soak = Soak(int(seed), Path(folder))
     for number in range(int(rounds)):

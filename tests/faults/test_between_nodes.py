@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import textwrap
+import uuid
 from pathlib import Path
 
 import pytest
-from launching import left_over, run_ranks, shared_files
+from launching import FILES, NAME_FILES, left_over, run_ranks
 from replicas import rarely
 
 pytestmark = pytest.mark.core
@@ -101,7 +102,7 @@ print("not reached", flush=True)
 
 def run_job(tmp_path: Path, size: int, where: str, fault: str):
     program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
+    program.write_text(NAME_FILES + textwrap.dedent(PROGRAM))
     settings = {
         "MPIDIST_SIMULATED_NODES": str(size),
         "MPIDIST_STALL_SECONDS": "2",
@@ -109,10 +110,10 @@ def run_job(tmp_path: Path, size: int, where: str, fault: str):
         # Several pieces on any number of ranks.
         "MPIDIST_ALLREDUCE": "iallgather:2" if fault == "raise" else "iallreduce:2",
         "PYTHONPATH": str(TESTS),
+        FILES: uuid.uuid4().hex,
     }
-    before = shared_files()
     done = run_ranks(size, [program, where, fault], timeout=100, env=settings)
-    assert left_over(before) == set()
+    assert left_over(settings[FILES]) == set()
     assert "not reached" not in done.stdout, done
     return done
 

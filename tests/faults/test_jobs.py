@@ -9,14 +9,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import uuid
 
 import pytest
 from launching import (
+    FILES,
+    NAME_FILES,
     find_mpirun,
     left_over,
     run_command,
     run_ranks,
-    shared_files,
 )
 
 pytestmark = pytest.mark.core
@@ -43,11 +45,10 @@ def set_deadline(strategy, seconds):
 
 
 def run_job(body, timeout=100, **env):
-    before = shared_files()
-    result = run_ranks(
-        3, ["-c", PROLOGUE + textwrap.dedent(body)], timeout=timeout, env=env
-    )
-    assert left_over(before) == set()
+    program = NAME_FILES + PROLOGUE + textwrap.dedent(body)
+    env[FILES] = uuid.uuid4().hex
+    result = run_ranks(3, ["-c", program], timeout=timeout, env=env)
+    assert left_over(env[FILES]) == set()
     return result
 
 
