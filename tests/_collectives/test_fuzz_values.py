@@ -35,6 +35,9 @@ import mpidist
 from mpidist._base import backend
 from mpidist._strategy.strategy import group_of
 
+# More than for other tests only with $MPIDIST_FUZZ: 100 seeds are 25 times as much.
+pytestmark = pytest.mark.timeout(300 + 20 * len(fuzz_seeds(0)))
+
 DEFAULT_SEEDS = 4  # with and without guard and buffers: each once
 CALLS = 8
 DTYPES = (
