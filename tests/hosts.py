@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import shutil
 import signal
@@ -418,10 +419,16 @@ class Hosts:
                 "OMPI_MCA_btl": "self,sm,tcp",
                 "OMPI_MCA_btl_tcp_if_include": "eth0",
             }
+        names = self._own / "names"  # of Intel MPI, which wants the same ranks on each
+        names.write_text("".join(f"{name}\n" for name in ranks_of))
         return {
             "HYDRA_HOST_FILE": str(file),
             "HYDRA_LAUNCHER": "ssh",
             "HYDRA_LAUNCHER_EXEC": agent,
+            "I_MPI_HYDRA_HOST_FILE": str(names),
+            "I_MPI_PERHOST": str(max(ranks_of.values())),
+            "I_MPI_HYDRA_BOOTSTRAP": "ssh",
+            "I_MPI_HYDRA_BOOTSTRAP_EXEC": agent,
         }
 
     def _launcher(
@@ -431,11 +438,9 @@ class Hosts:
         ranks = str(sum(ranks_of.values()))
         hosts = ",".join(f"{name}:{count}" for name, count in ranks_of.items())
         agent = str(self._own / "agent")
+        carried_names = ("MPIDIST_", "OMP_", "OPENBLAS_", "PYTHON", "OMPI_MCA", "I_MPI")
         carried = [
-            name
-            for name in env
-            if name.startswith(("MPIDIST_", "OMP_", "OPENBLAS_", "PYTHON", "OMPI_MCA"))
-            or name == "PATH"
+            name for name in env if name == "PATH" or name.startswith(carried_names)
         ]
         if is_open_mpi():
             forward = [word for name in carried for word in ("-x", name)]
@@ -450,9 +455,12 @@ class Hosts:
                 *("--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"),
                 *("-n", ranks, *forward),
             ]
+        # Of Intel MPI `-hosts` would fill one host after the other.
+        machines = self._own / "machines"
+        machines.write_text(hosts.replace(",", "\n") + "\n")
         return [
             *(mpirun, "-launcher", "ssh", "-launcher-exec", agent),
-            *("-hosts", hosts, "-n", ranks),
+            *("-machinefile", str(machines), "-n", ranks),
             *("-genvlist", ",".join(carried)),
         ]
 
@@ -491,13 +499,22 @@ class Job:
 
 def is_open_mpi() -> bool:
     """Whether this Python's mpirun is Open MPI's."""
-    version = subprocess.run(
+    return "Open MPI" in _version() or "OpenRTE" in _version()
+
+
+def is_intel_mpi() -> bool:
+    """Whether this Python's mpirun is Intel MPI's."""
+    return "Intel" in _version()
+
+
+@functools.cache
+def _version() -> str:
+    return subprocess.run(
         [launching.find_mpirun(), "--version"],
         capture_output=True,
         text=True,
         check=False,
-    )
-    return "Open MPI" in version.stdout or "OpenRTE" in version.stdout
+    ).stdout
 
 
 def _environments() -> list[Path]:

@@ -58,7 +58,9 @@ def report_of(hosts: virtual.Hosts, command: str, *arguments: Any) -> Any:
 
 def sums(hosts: virtual.Hosts, per_host: int | list[int]) -> list[Any]:
     """Check sums on hosts; return what each rank says of itself, in their order."""
-    with hosts.job(per_host, [JOB, hosts.folder, "right"]) as job:
+    # Of Intel MPI, which a small /dev/shm ends by SIGBUS: docs/mpi.md.
+    env = {"I_MPI_FABRICS": "ofi"}
+    with hosts.job(per_host, [JOB, hosts.folder, "right"], env=env) as job:
         assert job.wait(100) == 0, job.output()
         lines = re.findall(r"^\[.*\]$", job.output(), re.M)
     return sorted(json.loads(line) for line in lines)
@@ -300,8 +302,9 @@ def test_a_rank_that_is_killed_on_another_host_is_named(make_hosts):
 
 
 @slow
+@pytest.mark.core
 def test_mpidist_run_ends_a_job_that_has_lost_a_host(make_hosts):
-    """Open MPI's mpirun alone waits for the host for minutes, and ignores SIGTERM."""
+    """mpirun alone may wait for the host for minutes, and ignore SIGTERM."""
     hosts = make_hosts(1)
     with hosts.job(1, [JOB, hosts.folder, *ENDLESS], supervised=True) as job:
         cut_off(hosts, "node1", 2, job)
@@ -313,6 +316,8 @@ def test_mpidist_run_ends_a_job_that_has_lost_a_host(make_hosts):
 @pytest.mark.core
 def test_a_black_hole_ends_the_job_if_that_is_asked_for(make_hosts):
     """Ranks abort at their deadline, and mpirun notices that a host is gone."""
+    if virtual.is_intel_mpi():
+        pytest.skip("its mpirun waits for the host: 170 s and more")
     hosts = make_hosts(2)
     with hosts.job(1, [JOB, hosts.folder, *ENDLESS], env=FAST_END) as job:
         cut_off(hosts, "node2", 2, job)

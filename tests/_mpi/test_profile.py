@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +143,25 @@ def check(counted: dict[str, Any], ranks: int, nodes: int) -> None:
             if call != MAKING:
                 assert {*row} == BY_MPI.get(call, set()), (call, row)
         return
-    assert sum(counted[MAKING].values()) <= (7 if ranks == nodes else 13)
-    header = {"MPI_Start": 1}
-    assert counted["`all_reduce` of 4 B"] == header
+    intel = library()[0] == "Intel MPI"
+    # One MPI_Iallgatherv is two MPI_Ibcast there, and no all-gather is persistent.
+    assert sum(counted[MAKING].values()) <= (7 if ranks == nodes else 13 + intel)
+    header = "MPI_Iallgather" if intel else "MPI_Start"
+    assert counted["`all_reduce` of 4 B"] == {header: 1}
     assert counted["`all_reduce` of 1 MiB"] in (
-        {**header, "MPI_Iallreduce": 1},
-        {**header, "MPI_Iallgather": 1},  # Open MPI, two nodes
+        Counter([header, "MPI_Iallreduce"]),
+        Counter([header, "MPI_Iallgather"]),  # Open MPI, two nodes
     )
-    assert counted["`all_gather` of 4 B"] == header
-    assert counted["`all_gather` of 1 MiB"] == {**header, "MPI_Iallgather": 1}
-    assert counted["`merge_call` that does nothing"] == {**header, "MPI_Ibcast": 1}
+    assert counted["`all_gather` of 4 B"] == {header: 1}
+    assert counted["`all_gather` of 1 MiB"] == Counter([header, "MPI_Iallgather"])
+    assert counted["`merge_call` that does nothing"] == Counter([header, "MPI_Ibcast"])
 
 
 @slow
 def test_the_user_chooses_what_reduces(libraries):
     large = "`all_reduce` of 16 MiB"
     counted = counts(libraries, 2, 2, MPIDIST_ALLREDUCE="iallgather:2")
-    assert {"MPI_Ialltoallv", "MPI_Iallgatherv"} == {*counted[large]} - {"MPI_Start"}
+    headers = {"MPI_Start", "MPI_Iallgather"}
+    assert {"MPI_Ialltoallv", "MPI_Iallgatherv"} == {*counted[large]} - headers
     counted = counts(libraries, 2, 2, MPIDIST_ALLREDUCE="iallreduce:8")
     assert counted[large]["MPI_Iallreduce"] == 8

@@ -327,7 +327,10 @@ def test_shared_memory_that_others_have_filled(tmp_path):
     print("done", flush=True)
     """)
     # What MPI itself has there is not the question.
-    env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    env = {
+        "OMPI_MCA_btl_sm_backing_directory": str(tmp_path),
+        "I_MPI_FABRICS": "ofi",
+    }
     job = [find_mpirun(), "-n", "3", sys.executable, "-c", body]
     result = run_command([*own, *job], 100, env)
     assert sorted(result.stdout.split()) == ["done"] * 3 + ["full"], result
