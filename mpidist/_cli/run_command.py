@@ -48,6 +48,8 @@ signal. A program that keeps a checkpoint then goes on from it.
 _USAGE: Final = """\
 [-n N] [--elastic] [--restarts K] [--dry-run]
                    [-m MODULE | PROGRAM] [ARGUMENT ...]"""
+# What its mpirun calls itself: of version 4 as mpirun.openmpi, and version 5's.
+OPEN_MPI: Final = ("Open MPI", "OpenRTE", "PRRTE")
 _BATCH_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 AS_ROOT: Final = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -213,7 +215,7 @@ def settings(
     cores = count_cores()
     in_batch_job = any(name in environment for name in _BATCH_JOBS)
     added = dict.fromkeys(THREADS, str(max(1, cores // num_ranks)))
-    if "Open MPI" in version or "PRRTE" in version:
+    if any(name in version for name in OPEN_MPI):
         if in_batch_job:  # which may have several machines
             added = {**BETWEEN_HOSTS, **added}
         elif num_ranks > cores:

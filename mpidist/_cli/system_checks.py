@@ -16,7 +16,7 @@ from typing import Final
 from mpidist import _native
 from mpidist._base.errors import format_ranks
 from mpidist._cli.facts import CheckFailedError, Facts, Finding, Job, ok, sizes_text
-from mpidist._cli.run_command import version_of
+from mpidist._cli.run_command import OPEN_MPI, version_of
 from mpidist._cli.speaking import UsageError
 from mpidist.cluster import this_process
 

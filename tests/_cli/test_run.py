@@ -263,6 +263,10 @@ def test_what_is_added_to_the_environment(monkeypatch):
     assert "OMP_NUM_THREADS" not in added
     # mpirun of several hosts ends when one is cut off.
     assert added["PRTE_MCA_oob_tcp_keepalive_time"] == "60"
+    # Debian's, by the name that it has beside MPICH's.
+    assert "OMPI_ALLOW_RUN_AS_ROOT" in run_command.settings(
+        many, "mpirun.openmpi (OpenRTE) 4.1.4", {}
+    )
     # MPICH needs none of Open MPI's.
     assert set(run_command.settings(many, "HYDRA", {})) == set(run_command.THREADS)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

@@ -329,6 +329,7 @@ def test_shared_memory_that_others_have_filled(tmp_path):
     # What MPI itself has there is not the question.
     env = {
         "OMPI_MCA_btl_sm_backing_directory": str(tmp_path),
+        "OMPI_MCA_btl_vader_backing_directory": str(tmp_path),  # Open MPI 4
         "I_MPI_FABRICS": "ofi",
     }
     job = [find_mpirun(), "-n", "3", sys.executable, "-c", body]
