@@ -25,7 +25,7 @@ _ROUNDS: Final = 30
 _BLOCK: Final = 64 * 2**10
 _STALE_SECONDS: Final = 5.0
 _LIBRARY_NAME: Final = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
-_WORDS_OF: Final = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "MPICH": ("HYDRA",)}
+_WORDS_OF: Final = {"Open MPI": OPEN_MPI, "MPICH": ("HYDRA",)}
 _CONTAINERS: Final = "ranks of a node share memory in one container (--ipc=host)"
 _IS_THAT_MEANT: Final = "several of SLURM's nodes are one machine: is that meant?"
 
