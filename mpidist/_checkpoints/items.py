@@ -80,7 +80,7 @@ class StateItem:
     merge: Callable[[list[State]], State] | None = None
     readable: bool = True
     forget: Callable[[], object] | None = None
-    shared: Callable[[str], bool] = frozenset[str]().__contains__
+    shared: Callable[[str], bool] = frozenset[str]().__contains__  # of none
     is_fixed: bool = False
 
     def __str__(self) -> str:

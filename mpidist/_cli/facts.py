@@ -84,8 +84,9 @@ class Job:
     @property
     def crowded(self) -> bool:
         """Whether any node has more ranks than cores."""
-        cores = [self.facts[node[0]]["machine"]["cores"] for node in self.nodes]
-        return any(map(int.__gt__, map(len, self.nodes), cores))
+        return any(
+            len(node) > self.facts[node[0]]["machine"]["cores"] for node in self.nodes
+        )
 
     def free(self) -> None:
         """Free the communicator. Collective."""

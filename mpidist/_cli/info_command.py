@@ -151,7 +151,7 @@ def _text_of(found: Facts) -> str:
     }
     for name, check in found["checks"].items():
         if check["state"] != OK or name in _SHOWN:
-            texts[name] = [check["text"]] + [check["advice"]] * bool(check["advice"])
+            texts[name] = list(filter(None, (check["text"], check["advice"])))
     if found["gpu"]["gpus"]:
         aware = "reports" if found["cuda_aware"] else "does not report"
         text = f"CuPy {found['gpu']['cupy']}; MPI {aware} that it is CUDA-aware"
