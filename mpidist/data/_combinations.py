@@ -163,7 +163,8 @@ class PaddedBatch(Batch):
 
     def spec_of(self, *inner: Nest) -> Nest | None:
         leaves, structure = nest.flatten(inner[0])
-        shapes = self._shapes([leaf.shape for leaf in leaves], structure)
+        shapes = [leaf.shape for leaf in leaves]
+        shapes = shapes if self.shapes is None else self._shapes(shapes, structure)
         both = zip(leaves, shapes, strict=True)
         rows = structure.unflatten([ArraySpec(s, one.dtype) for one, s in both])
         return super().spec_of(rows)
@@ -214,7 +215,8 @@ def _padding(value: Any, dtype: DType) -> Any:
     if value is None:
         return "" if dtype.kind == "U" else b"" if dtype.kind == "S" else 0
     given = np.asarray(as_leaf(value, _PADDED))
-    if given.shape != () or not np.can_cast(given.dtype, dtype, "same_kind"):
+    fits = given.shape == () and np.can_cast(given.dtype, dtype, "same_kind")
+    if not fits or (dtype.kind == "i" and given.astype(dtype) != given):
         raise TypeError(
             f"{_PADDED}: expected `padding_values` of one {dtype}, got {value!r}"
         )
@@ -228,8 +230,13 @@ class Unbatch(Derived):
     has_batches = False
 
     def __post_init__(self) -> None:
-        size = self.parent.size
-        self.inherit(size if size in (0, INFINITE) else UNKNOWN)
+        size, spec = self.parent.size, self.parent.spec()
+        if 0 < size < INFINITE:  # times the rows of each, if that is one number
+            leaves = [] if spec is None else nest.flatten(spec)[0]
+            rows = {one.shape[0] if one.shape else None for one in leaves}
+            count = rows.pop() if len(rows) == 1 else None
+            size = UNKNOWN if count is None else min(size * count, INFINITE - 1)
+        self.inherit(size)
         self.indexed, self.batch_size, self.whole = False, None, ""
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:

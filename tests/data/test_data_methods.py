@@ -54,6 +54,8 @@ def test_range():
     assert dataset.element_spec == ArraySpec((), np.dtype(np.float32))
     assert [x.dtype for x in dataset.batch(2)] == [np.float32] * 2
     assert [type(x) for x in dataset] == [np.float32] * 3
+    wrapped = Dataset.range(-1, 2, output_type=np.uint8)  # as TensorFlow's
+    assert lists(wrapped) == list(next(iter(wrapped.batch(3)))) == [255, 0, 1]
     assert len(Dataset.range(2**40)) == 2**40
     assert next(iter(Dataset.range(2**40).skip(2**39))) == 2**39
 
@@ -371,6 +373,9 @@ def test_unbatch():
     pairs = Dataset.zip(Dataset.range(4), Dataset.range(4)).batch(3).unbatch()
     assert list(pairs) == [(n, n) for n in range(4)]
     assert pairs.element_spec == (ArraySpec((), INT), ArraySpec((), INT))
+    assert pairs.cardinality() == -2  # the last batch may have fewer rows
+    assert len(Dataset.range(11).batch(3, drop_remainder=True).unbatch()) == 9
+    assert len(Dataset.from_tensor_slices(np.ones((2, 5))).unbatch().batch(4)) == 3
     for wrong in (Dataset.range(3), Dataset.from_tensors((np.ones(2), np.ones(3)))):
         with pytest.raises(ValueError, match="arrays have the same first dimension"):
             list(wrong.unbatch())
@@ -396,6 +401,8 @@ def test_padded_batch_is_that_of_tensorflow():
     first, second = next(iter(both.padded_batch(2, ([-1], [3]), (-1, 100))))
     assert first.tolist() == [[1, -1], [2, 2]]
     assert second.tolist() == [[1, 100, 100], [2, 2, 100]]
+    grids = Dataset.from_tensor_slices(np.ones((0, 2, 3))).padded_batch(4).map(abs)
+    assert grids.element_spec == ArraySpec((None, 2, 3), np.dtype(float))
     assert next(iter(both.padded_batch(2, padding_values=7)))[1].tolist() == [
         [1, 7],
         [2, 2],
@@ -431,6 +438,9 @@ def test_what_padded_batch_refuses(arguments, error, message):
     rows = Dataset.range(1, 5).map(lambda x: np.full(x, x))
     with pytest.raises(error, match=message):
         list(rows.padded_batch(4, *arguments))
+    small = rows.map(lambda x: x.astype(np.int8))  # int8 would make 44 of 300
+    with pytest.raises(TypeError, match="`padding_values` of one int8, got 300"):
+        list(small.padded_batch(4, padding_values=300))
 
 
 # --- properties ---------------------------------------------------------------------
