@@ -31,15 +31,23 @@ _PLACE: Final = "\0"  # of a leaf in a text; no repr of a key contains it
 class Structure:
     """The structure of a nest: hashable, and comparable between ranks by its text."""
 
-    __slots__ = ("_order", "_parts", "_spec", "_text")
+    __slots__ = ("_order", "_parts", "_spec", "_text", "keyed")
 
-    def __init__(self, spec: optree.PyTreeSpec) -> None:
+    def __init__(self, spec: optree.PyTreeSpec, equal: Structure | None = None) -> None:
         self._spec = spec
+        if equal is not None:
+            self._order, self._parts, self._text = (
+                equal._order,
+                equal._parts,
+                equal._text,
+            )
+            return
         order: list[int] = []
         self._parts = _describe(spec, 0, order).split(_PLACE)
         self._text = LEAF.join(self._parts)
         identity = order == list(range(len(order)))
         self._order = None if identity else order
+        self.keyed = "{" in self._text
 
     @property
     def num_leaves(self) -> int:
@@ -94,6 +102,8 @@ def flatten(tree: Nest) -> tuple[list[Nest], Structure]:
     structure = _structures.get(spec)
     if structure is None:
         structure = _structures[spec] = Structure(spec)
+    elif structure.keyed:  # specs are equal in whatever order dicts have their keys
+        structure = Structure(spec, structure)
     return leaves if structure._order is None else structure.sort(leaves), structure
 
 
@@ -175,10 +185,11 @@ _MAPPINGS: Final[tuple[type, ...]] = (collections.UserDict, types.MappingProxyTy
 def _register(kind: type) -> None:
     def take_apart(mapping: Nest) -> _Node:
         keys = tuple(sorted(mapping, key=_sort_key))
-        return [mapping[key] for key in keys], keys, keys
+        return [mapping[key] for key in keys], tuple(mapping), keys
 
-    def put_together(keys: _Keys, children: Iterable[Nest]) -> Nest:
-        return kind(dict(zip(keys, children, strict=True)))
+    def put_together(order: _Keys, children: Iterable[Nest]) -> Nest:
+        found = dict(zip(sorted(order, key=_sort_key), children, strict=True))
+        return kind({key: found[key] for key in order})
 
     optree.register_pytree_node(kind, take_apart, put_together, namespace=NAMESPACE)
 

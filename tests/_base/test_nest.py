@@ -56,6 +56,18 @@ def test_leaves_of_mappings_come_by_sorted_key():
     assert structure.unflatten([5, 6]) == {"a": 5, "b": 6}
 
 
+@pytest.mark.parametrize("keys", [("x", "label"), ("label", "x")])
+@pytest.mark.parametrize("kind", [dict, collections.defaultdict, collections.UserDict])
+def test_a_dict_keeps_its_order_after_one_of_another_order(kind, keys):
+    # `x, label = batch.values()` took one for the other.
+    for order in (keys, keys[::-1]):
+        tree = kind()
+        tree.update({key: ord(key[0]) for key in order})
+        again = nest.map_structure(lambda x: x, [tree])[0]
+        assert again == tree
+        assert list(again) == list(order)
+
+
 def test_ordered_dicts_keep_their_order_of_insertion():
     tree = collections.OrderedDict([("b", 1), ("a", 2)])
     mapped = nest.map_structure(lambda x: x * 10, tree)
