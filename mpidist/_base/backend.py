@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numbers
 import sys
+from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -140,6 +141,11 @@ def _not_an_array(x: object) -> str:
         return (
             f"expected an array, got a {kind}; write `numpy.asarray(...)` around the "
             f"{kind}"
+        )
+    if isinstance(x, Mapping):
+        return (
+            f"expected an array or a number, got a {kind}, which is no plain dict; "
+            "write `dict(...)` around it"
         )
     if hasattr(x, "__dlpack__"):
         return (

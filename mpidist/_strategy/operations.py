@@ -176,9 +176,12 @@ def _reduce_same(
             f'as in `strategy.reduce("{op.name}", strategy.run(lambda: x), axis=None)`'
         )
     leaf = own_component(leaf)
-    if axes is None:
-        return leaf
-    return folds.reduce_same(op, to_plain(leaf), axes)
+    plain = to_plain(leaf)
+    if axes is not None:
+        return folds.reduce_same(op, plain, axes)
+    if not isinstance(plain, (IndexedSlices, str, bytes)):
+        backend.as_array(plain, call)  # others may hold what differs between ranks
+    return leaf
 
 
 @dispatch.operation("batch_reduce_to")

@@ -265,6 +265,25 @@ def test_mixed_nests(strategy, rank, size):
     assert_usable(strategy)
 
 
+class Losses(dict):
+    """Is no node of a nest: mpidist sees one object."""
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_objects_that_hold_arrays(strategy, rank, op):
+    """MEAN and MAX gave each rank its own."""
+    value = strategy.run(lambda: Losses(x=np.full(2, rank)))
+    kind = ValueError if op == "SUM" else TypeError
+    hint = "run(lambda: x)" if op == "SUM" else "write `dict(...)` around it"
+    reduce_to = strategy.extended.reduce_to
+    for message in [
+        *raises_everywhere(kind, lambda: strategy.reduce(op, value, axis=None)),
+        *raises_everywhere(kind, lambda: reduce_to(op, value, "/cpu:0")),
+    ]:
+        assert hint in message
+    assert_usable(strategy)
+
+
 @pytest.mark.parametrize("bad", [None, "text", np.array([None]), {1, 2}], ids=repr)
 def test_values_that_can_not_be_reduced(strategy, bad):
     for op in ("SUM", "MEAN"):
