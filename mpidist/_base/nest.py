@@ -33,6 +33,10 @@ class Structure:
 
     __slots__ = ("_order", "_parts", "_spec", "_text", "keyed")
 
+    _order: list[int] | None
+    _parts: list[str]
+    _text: str
+
     def __init__(self, spec: optree.PyTreeSpec, equal: Structure | None = None) -> None:
         self._spec = spec
         if equal is not None:
