@@ -23,14 +23,14 @@ s/\b(AdamW?|RMSprop|SGD)( *)(,|$)/\1 as \1\2\3/g
 s/ import (.*)\b(AdamW?|RMSprop|SGD) as (\w+)(.*)/ import \1\2\4; \3 = \2.of_keras/
 tas
 }
-/[\\[{]$/!s/^(\s*)(\w+) ([-*\/])= (([^()#;]|\(([^()#;]|\(([^()#;]|\([^()#;]*\))*\))*\))+)$/\1\2 = \2 \3 (\4)/
-/[\\[{]$/!s/^(\s*)(\w+) \+= ([^][0-9"'#;()]([^()#;]|\(([^()#;]|\(([^()#;]|\([^()#;]*\))*\))*\))*)$/\1\2 = \2 + (\3)/
+/[\\[{,]$|"""|'''/!s/^(\s*)(\w+) ([-*\/])= (([^()#;]|\(([^()#;]|\(([^()#;]|\([^()#;]*\))*\))*\))+)$/\1\2 = \2 \3 (\4)/
+/[\\[{,]$|"""|'''|list \+=|\+= (list|sorted|tuple)\(|(losses|variables|weights)$/!s/^(\s*)(\w*([a-rt-zA-Z0-9_]|ss)) \+= ([^][0-9"'#;()]([^()#;]|\(([^()#;]|\(([^()#;]|\([^()#;]*\))*\))*\))*)$/\1\2 = \2 + (\4)/
 s/\btf\.compat\.v[12]\./tf./g
 s/\btf\.contrib\.distribute\./tf.distribute./g
 s/\bfrom tensorflow\.python\.distribute import values as\b/import mpidist as/
 s/\bfrom tensorflow\.python\.distribute import values( *(#.*)?)$/import mpidist as values\1/
 s/\bfrom tensorflow\.python\.distribute\.values import\b/from mpidist import/
-s/^(\s*)((from|import) tensorflow\.[^(\\]*)$/\1pass  # mpidist has no: \2/
+s/^(\s*)(from tensorflow\.[^(\\;]*|import tensorflow\.[^(\\;,]*)$/\1pass  # mpidist has no: \2/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g
 s/\btf\.__version__/str(2.21)/g

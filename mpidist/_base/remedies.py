@@ -84,7 +84,8 @@ def publish(
     }
     places: dict[str, str] = {}
     for room, names in (later or {}).items():
-        places |= {room: f"{name}.{room}"} | {x: f"{name}.{room}:{x}" for x in names}
+        # With the colon an ImportError is raised, not taken for the end of the modules.
+        places |= {room: f"{name}.{room}:"} | {x: f"{name}.{room}:{x}" for x in names}
     _later[name] = later or {}
     module["__all__"] = sorted({*public, *places})
     for key, value in public.items():

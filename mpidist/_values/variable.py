@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, checksums
+from mpidist._base import backend, checksums, threads
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, DType, Nest, Shape
@@ -509,6 +510,18 @@ storage_of: Final[Callable[[Variable], VariableStorage]] = operator.attrgetter(
 `Variable` are for users."""
 
 
+# Replicas that are threads have variables of the same keys in one process.
+_replicas: Final[threads.ReplicaLocal[int]] = threads.ReplicaLocal(
+    itertools.count(1).__next__
+)
+
+
+def _hash_of(group: ReplicaGroup, key: tuple[int, int]) -> int:
+    """Return a number that no other variable has, whose last 40 bits all ranks have."""
+    replica = 0 if threads.current() is None else _replicas.get()
+    return hash((group.number, *key)) ^ replica << 40
+
+
 def set_up(
     variable: Variable | None,
     group: ReplicaGroup,
@@ -535,7 +548,7 @@ def set_up(
         else:
             variable._storage = VariableStorage(group, attributes, value)
         variable._storage.key = key = (group.registry.next_key(), 0)
-        variable._hash = variable._hash or hash((group.number, *key))
+        variable._hash = variable._hash or _hash_of(group, key)
         return group.registry.add(key, variable)
 
 

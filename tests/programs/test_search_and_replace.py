@@ -448,6 +448,26 @@ names += ["b"]
 count = 1
 count += 1
 
+def collect(found, *layers):
+  for layer in layers:
+    found += layer.variables
+  other_list = found
+  other_list += layers[:0]
+  text = ""
+  text += f'''two
+lines'''
+  last = 1 * given
+  last += given[0,
+    1]
+  return text
+
+class Layer(tf.Module):
+  def __init__(self):
+    self.v = tf.Variable(1.0)
+
+collected = []
+text = collect(collected, Layer(), Layer())
+
 try:
   tf.train.Checkpoint(v=tf.Variable(1.0)).restore("CHECKPOINTS/none")
 except (tf.errors.AbortedError, tf.errors.UnavailableError, tf.errors.NotFoundError):
@@ -468,3 +488,4 @@ except tf.errors.InvalidArgumentError:
     assert found["given"].tolist() == [[1.0, 2.0], [3.0, 4.0]]  # unchanged
     assert found["normal"].tolist() == [[-1.0, 2.0], [6.0, 10.0]]
     assert (found["same"], found["count"]) == (["a", "b"], 2)
+    assert (len(found["collected"]), found["text"]) == (2, "two\nlines")

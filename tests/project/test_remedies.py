@@ -266,6 +266,29 @@ def test_every_name_in_porting_exists_or_says_what_to_write():
     assert not missing
 
 
+def test_a_room_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
+    """Which another name of it then says again, until it can be imported."""
+    package, room = tmp_path / "lazy_package", tmp_path / "lazy_package" / "room.py"
+    package.mkdir()
+    text = "from mpidist._base.remedies import publish\n{}publish(__name__{})\n"
+    later = text.format("", ', later={"room": ("found",)}')
+    (package / "__init__.py").write_text(later)
+    room.write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    lazy = importlib.import_module("lazy_package")
+    for name in ("room", "found"):
+        with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+            getattr(lazy, name)
+    room.write_text(text.format("def found(): pass\n", ""))
+    assert {"found", "room"} <= {*dir(lazy), *lazy.__all__}
+    assert (lazy.found is lazy.room.found, lazy.found.__module__) == (
+        True,
+        "lazy_package",
+    )
+    for name in ("lazy_package", "lazy_package.room"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.mark.parametrize("base", [mpidist.optimizers.SGD, mpidist.Checkpoint])
 def test_the_error_of_a_users_property_is_shown(base):
     class Mine(base):

@@ -117,6 +117,18 @@ def test_strategies_have_the_same_number_on_all_replicas():
     assert testing.run(2, program) == [names] * 2
 
 
+def test_variables_of_several_replicas_are_told_apart_in_a_set():
+    """Their keys, by which ranks have one order, are the same in each replica."""
+
+    def program():
+        with mpidist.MPIStrategy().scope():
+            return [mpidist.Variable(np.ones(shape)) for shape in [(), 3]]
+
+    made = [v for _ in range(2) for own in testing.run(2, program) for v in own]
+    assert len({*made}) == len(made) == 8
+    assert {v: k for k, v in enumerate(made)}[made[5]] == 5
+
+
 def test_a_closed_strategy_is_not_waited_for():
     def program():
         with_close = mpidist.MPIStrategy()
