@@ -31,6 +31,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 from mpidist._agreement.mismatch import Call
+from mpidist._agreement.sections import run_section
 from mpidist._base import threads
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
@@ -199,7 +200,9 @@ class PreemptionCheckpointHandler:
             call.on_rank_0(lambda: warnings.warn(text, RuntimeWarning, stacklevel=2))
         forget_interval(self._manager)
         save = self._config.save_fn or self._manager.save
-        call.together(lambda: save(*args, **kwargs))
+        # Not in the strategy's scope: the user's function may use another strategy.
+        end = Call(f"{call.name}, taking part")
+        run_section(call.guard, end, lambda _: save(*args, **kwargs))
         call.wait_for_save()
         call.on_rank_0(_tell_the_batch_script)
         self._told_at = None
