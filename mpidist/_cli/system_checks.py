@@ -354,7 +354,8 @@ def _replace(file: Path) -> float:
             _synchronise(file.parent)
     except OSError as error:
         with contextlib.suppress(OSError):  # the others wait for the last one
-            file.write_bytes(_block(_ROUNDS))
+            new.write_bytes(_block(_ROUNDS))
+            os.rename(new, file)
         text = f"a file cannot be replaced or synchronised: {error}"
         raise CheckFailedError(text, _ELSEWHERE) from None
     return seconds / _ROUNDS
