@@ -57,6 +57,9 @@ class Part:
     nbytes: int = 0
 
 
+_OF_ARRAYS: Final = {field.name for field in dataclasses.fields(Part)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """The contents of a manifest.
@@ -197,6 +200,7 @@ def _manifest_of(content: Json) -> Manifest:
     with _entry(content, "arrays") as entries:
         for name in entries:
             with _entry(entries, name) as entry:
+                _require(entry.keys() >= _OF_ARRAYS)
                 arrays[name] = _part(entry, end_of(arrays))
     with _entry(content, "states") as states:
         for name in states:
@@ -211,7 +215,8 @@ def _manifest_of(content: Json) -> Manifest:
 
 def _part(entry: Json, begin: int) -> Part:
     """Return a part of the file that begins there; "rest" is one without an array."""
-    part = Part(**{**entry, "shape": tuple(entry.get("shape", (0,)))})
+    known = {key: entry[key] for key in _OF_ARRAYS & entry.keys()}
+    part = Part(**{**known, "shape": tuple(entry.get("shape", (0,)))})
     lengths = part.shape
     numbers = part.start, part.end, part.nbytes, *lengths
     _require(all(type(n) is int and n >= 0 for n in numbers) and part.start == begin)

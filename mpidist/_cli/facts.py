@@ -251,7 +251,7 @@ def _quota() -> float | None:
 
 def _limit_of(folder: Path) -> list[float]:
     for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError, ValueError):
             words = " ".join((folder / name).read_text() for name in names).split()
             return [] if words[0] in ("max", "-1") else [int(words[0]) / int(words[1])]
     return []

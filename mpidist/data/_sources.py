@@ -134,7 +134,8 @@ class Range(Stage):
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         for token in tokens:
             # As `block`: a number that the dtype does not have is wrapped.
-            yield np.int64(self._start + int(token) * self._step).astype(self._dtype)
+            number = np.asarray(self._start + int(token) * self._step)
+            yield number.astype(self._dtype)[()]
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         return ArraySpec((), self._dtype)

@@ -216,6 +216,18 @@ def test_malformed_manifests_with_the_right_checksum(tmp_path):
         np.testing.assert_array_equal(v.numpy(), before[0])
         assert repr(rng.bit_generator.state) == repr(before[1])
     assert refused > 0.75 * len(cases)
+    changed = json.loads(text)
+    changed["arrays"]["v"]["note"] = "of a later version"
+    write_manifest(manifest, json.dumps(changed, indent=1))
+    checkpoint.restore(path)
+    for key in content["arrays"]["v"]:
+        changed = json.loads(text)
+        del changed["arrays"]["v"][key]
+        write_manifest(manifest, json.dumps(changed, indent=1))
+        with pytest.raises(
+            mpidist.CheckpointError, match=r"\['v'\].*no checkpoint has"
+        ):
+            checkpoint.restore(path)
     manifest.write_text(text)
     assert checkpoint.restore(path) == ["it", "rng", "v", "w"]
 

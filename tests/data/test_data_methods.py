@@ -56,6 +56,8 @@ def test_range():
     assert [type(x) for x in dataset] == [np.float32] * 3
     wrapped = Dataset.range(-1, 2, output_type=np.uint8)  # as TensorFlow's
     assert lists(wrapped) == list(next(iter(wrapped.batch(3)))) == [255, 0, 1]
+    large = Dataset.range(2**63, 2**63 + 2, output_type=np.uint64)
+    assert lists(large) == [2**63, 2**63 + 1]
     assert len(Dataset.range(2**40)) == 2**40
     assert next(iter(Dataset.range(2**40).skip(2**39))) == 2**39
 
