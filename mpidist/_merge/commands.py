@@ -398,6 +398,5 @@ class Reader:
         return value
 
     def _named(self, *name: Any) -> Any:
-        if self._names is None:
-            raise LookupError("the coordinator names objects that have no names here")
-        return self._names.object(*name)
+        # Without names nothing is found, which is an error.
+        return (self._names or object_names.Names(None)).object(*name)

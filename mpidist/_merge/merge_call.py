@@ -62,7 +62,7 @@ from mpidist._merge.argument_equality import (
 )
 from mpidist._merge.coordinator import Coordinator
 from mpidist._merge.follower import Follower
-from mpidist._merge.object_names import Changes, Names, may_reach
+from mpidist._merge.object_names import Changes, Names, has_names
 from mpidist._merge.object_parts import ATOMS
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
@@ -169,10 +169,11 @@ def _side_of(
         elif kind == _OBJECT and type(leaf) not in ATOMS:
             objects.append((index, leaf))
     names = None
-    if same[0] and group.num_replicas > 1 and (objects or may_reach(merge_fn)):
-        names = Names(merge_fn, objects, group.public_objects)
     # Replicas that are threads have the objects in common.
     is_asked = DEBUGGING and threads.current() is None
+    needs = objects or is_asked or has_names(merge_fn)
+    if needs and same[0] and group.num_replicas > 1:
+        names = Names(merge_fn, objects, group.public_objects)
     changes = Changes(names) if is_asked and names is not None else None
     if group.replica_id == 0:
         return Coordinator(group, held, names), changes

@@ -136,7 +136,8 @@ def _items_of_dict(x: dict[Any, Any]) -> list[Part]:
     return [((key,), part) for key, part in items if type(key) in ATOMS]
 
 
-def _parts_of_function(function: types.FunctionType) -> list[Part]:
+def parts_of_function(function: types.FunctionType) -> list[Part]:
+    """Return the globals of a function, and what it closes over and mentions."""
     parts: list[Part] = [(("globals",), function.__globals__)]
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -154,7 +155,7 @@ def _parts_of_function(function: types.FunctionType) -> list[Part]:
 
 
 _PLAIN: Final[dict[type, Kind]] = {
-    types.FunctionType: Kind(_parts_of_function),
+    types.FunctionType: Kind(parts_of_function),
     types.MethodType: Kind(
         lambda x: (("__self__", x.__self__), ("__func__", x.__func__))
     ),

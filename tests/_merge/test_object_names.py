@@ -304,7 +304,12 @@ def test_the_nearest_objects_have_names():
     assert len(two.here.reached) < 2 * MOST
 
 
-def test_may_reach():
-    assert not object_names.may_reach(eval("lambda strategy: None"))
-    assert object_names.may_reach(graph()[0])
-    assert object_names.may_reach(Thing().merge)
+def test_has_names():
+    has_names, scope = object_names.has_names, {"number": 1, "np": np, "log": []}
+    assert not has_names(eval("lambda strategy: None"))
+    assert not has_names(eval("lambda strategy: (np.pi, number, strategy.x)", scope))
+    assert has_names(eval("lambda strategy: log", scope))
+    assert has_names(eval("lambda strategy, log=log: log", scope))
+    assert has_names(eval("lambda strategy: lambda: number", scope))  # its globals
+    assert has_names(graph()[0])
+    assert has_names(Thing().merge)
