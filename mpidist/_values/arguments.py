@@ -92,7 +92,7 @@ class Attributes:
         if how in _NOT_COMBINED and aggregation in _COMBINED:
             raise NotImplementedError(
                 f"{call}: not for aggregation={aggregation.name}; make the variable "
-                "with aggregation=NONE (and write in cross-replica context) or "
+                "with aggregation=NONE (then all replicas write the same rows) or "
                 "ONLY_FIRST_REPLICA"
             )
 
