@@ -1,6 +1,6 @@
 """Nested structures, by the names of tf.nest: the same rules as in all calls.
 
-Nodes are lists, tuples, named tuples, dicts and other standard mappings, with
+Nodes are lists, tuples, named tuples, dicts and classes derived from dict, with
 children in the order of sorted keys. Everything else is a leaf, as are None and
 distributed values.
 Nothing here communicates.

@@ -1,15 +1,16 @@
 """Nested structures, with the rules of tf.nest; the only user of optree.
 
-Nodes are lists, tuples, named tuples, dicts and other standard mappings (with
-children in the order of sorted keys) and deques; everything else, including None
-and strings, is a leaf. optree keeps the insertion order of an OrderedDict, which
-may differ between ranks; here its keys are sorted as well, so that different
-leaves are never reduced together.
+Nodes are lists, tuples, named tuples, deques, dicts and other standard mappings (with
+children in the order of sorted keys), and classes derived from dict and UserDict;
+everything else, including None and strings, is a leaf. optree keeps the insertion order
+of an OrderedDict, which may differ between ranks; here its keys are sorted as well, so
+that different leaves are never reduced together.
 """
 
 from __future__ import annotations
 
 import collections
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
@@ -103,6 +104,8 @@ def flatten(tree: Nest) -> tuple[list[Nest], Structure]:
     if type(tree) in _PLAIN:
         return [tree], _LEAF_STRUCTURE
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    if not _leaf_types.issuperset(map(type, leaves)) and _register_mappings(leaves):
+        return flatten(tree)
     structure = _structures.get(spec)
     if structure is None:
         structure = _structures[spec] = Structure(spec)
@@ -137,6 +140,7 @@ _PLAIN: Final = frozenset(
 # A training loop has a few structures; the limit is for programs that make new ones
 # without end.
 _MOST_STRUCTURES: Final = 1024
+_MOST_TYPES: Final = 1024
 _structures: Cache[optree.PyTreeSpec, Structure] = Cache(_MOST_STRUCTURES)
 
 
@@ -166,7 +170,7 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
     fields = getattr(kind, "_fields", None)
     if fields is not None:
         parts = [f"{f}={p}" for f, p in zip(fields, parts, strict=True)]
-    elif kind in _MAPPINGS:
+    elif kind in _mappings:
         parts = [f"{k!r}: {p}" for k, p in zip(entries, parts, strict=True)]
     return f"{getattr(kind, '__name__', kind)}({', '.join(parts)})"
 
@@ -183,7 +187,9 @@ def _sort_key(key: Any) -> tuple[str, Any]:
 _LEAF_STRUCTURE: Final = Structure(
     optree.treespec_leaf(none_is_leaf=True, namespace=NAMESPACE)
 )
-_MAPPINGS: Final[tuple[type, ...]] = (collections.UserDict, types.MappingProxyType)
+_mappings: Final[set[type]] = set()
+_leaf_types: Final[set[type]] = set()  # those seen so far
+_lock: Final = threading.Lock()
 
 
 def _register(kind: type) -> None:
@@ -195,8 +201,22 @@ def _register(kind: type) -> None:
         found = dict(zip(sorted(order, key=_sort_key), children, strict=True))
         return kind({key: found[key] for key in order})
 
+    _mappings.add(kind)
     optree.register_pytree_node(kind, take_apart, put_together, namespace=NAMESPACE)
 
 
-for _kind in _MAPPINGS:
+def _register_mappings(leaves: list[Nest]) -> bool:
+    """Register the classes of mappings among leaves; return whether there are any."""
+    if len(_leaf_types) > _MOST_TYPES:
+        _leaf_types.clear()
+    kinds = {*map(type, leaves)} - _leaf_types
+    found = {x for x in kinds if issubclass(x, (dict, collections.UserDict))}
+    _leaf_types.update(kinds - found)
+    with _lock:
+        for kind in found - _mappings:
+            _register(kind)
+    return bool(found)
+
+
+for _kind in (collections.UserDict, types.MappingProxyType):
     _register(_kind)

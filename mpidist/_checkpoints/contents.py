@@ -107,12 +107,19 @@ def _items_of(name: str, value: object, unmade: Unmade) -> list[Item]:
     optimizers: Sequence[Any] = ()
     if isinstance(value, Module):
         optimizers = built_optimizers(value)
-    elif own and hasattr(value, "__restore_later__"):
+    elif hasattr(value, "__restore_later__"):
         optimizers = (value,)
     for optimizer in optimizers:
-        count, *slots = optimizer.variables
-        for slot in slots:
-            own[id(slot)].count = own[id(count)].name
+        count = f"{name}/{optimizer.name}/iterations"
+        if own:
+            first, *slots = optimizer.variables
+            count = own[id(first)].name
+            for slot in slots:
+                own[id(slot)].count = count
+        outer, _, last = count.rpartition("/")
+        rate = f"{outer}/{last.replace('iterations', 'learning_rate')}"
+        get, put = optimizer.__saved_rate__, optimizer.__restore_rate__
+        found.append(StateItem(rate, get, put, is_optional=True))
     return found
 
 

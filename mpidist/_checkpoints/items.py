@@ -71,6 +71,7 @@ class StateItem:
         forget: drops what an object has beside its state, its gradients; None: nothing.
         shared: whether an array of this name must be the same on all replicas.
         is_fixed: whether the names, dtypes and shapes of its tensors do not change.
+        is_optional: whether a checkpoint may lack it; then it stays as it is.
     """
 
     kind: ClassVar[str] = "object"
@@ -82,6 +83,7 @@ class StateItem:
     forget: Callable[[], object] | None = None
     shared: Callable[[str], bool] = frozenset[str]().__contains__  # of none
     is_fixed: bool = False
+    is_optional: bool = False
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"

@@ -66,7 +66,8 @@ def fit(
     built = {slot.count for slot in slots if slot.name in saved}
     saved.update(x.name for x in slots if x.count in arrays and x.count not in built)
     found = [item for item in items if item.name in saved]
-    missing = [item.name for item in items if item.name not in saved]
+    optional = {x.name for x in items if isinstance(x, StateItem) and x.is_optional}
+    missing = [item.name for item in items if item.name not in saved | optional]
     wrong = list(filter(None, (_problem(item, reader) for item in found)))
     unexpected = [name for name in [*arrays, *states] if name not in names]
     fits = partial and (len(wrong) < len(found) or not items)

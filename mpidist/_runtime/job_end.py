@@ -43,7 +43,7 @@ _ENDED: Final = object()
 # for that, so that the user sees one traceback.
 _OTHERS_FIRST_SECONDS: Final = 3.0
 # Long enough for the first rank that aborts to end the others, also on a busy machine.
-_TURN_SECONDS: Final = 0.4
+_TURN_SECONDS: Final = 0.5
 _OTHERS_TURN_SECONDS: Final = 1.0
 _FORWARD_SECONDS: Final = 0.3
 # How long the text of an uncaught exception may take if nobody reads standard error.
@@ -128,9 +128,11 @@ def end_job(
     )
     if because_of_others:
         _let_others_first()
-    # Several ranks may fail at once: the lowest one prints, and ends the job.
+    # Several ranks may fail at once: the lowest that lives prints, and ends the job.
+    lost = error.replicas if isinstance(error, ReplicaLostError) else ()
+    place = rank - sum(replica < rank for replica in lost)
     turn = _OTHERS_TURN_SECONDS if because_of_others else _TURN_SECONDS
-    time.sleep(turn * (1 + min(rank, 4)) if rank else 0.0)
+    time.sleep(turn * (1 + min(place, 4)) if place > 0 else 0.0)
     if because_of_others and _has_another_told():
         # The one that told ends the job, when its text is out: see `_FORWARD_SECONDS`.
         time.sleep(2 * _FORWARD_SECONDS)

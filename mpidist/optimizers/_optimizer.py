@@ -134,6 +134,7 @@ class Optimizer:
         self._not_decayed_variables: list[Variable] = []
         self._describe_settings()
         self.learning_rate = learning_rate
+        self._first_rate = self._learning_rate
         self._state: State | None = None  # before it is built
         self._iterations: Variable | None = None  # the same, or read before
         group = context.current().group
@@ -239,6 +240,10 @@ class Optimizer:
         must assign the same value, and a function must return the same value
         on all of them: `apply_gradients` compares the number. Do not assign inside
         ``merge_fn``, which only rank 0 runs.
+
+        Checkpoints have a number that was assigned, and restoring one sets it. If none
+        was assigned, the rate becomes that of the constructor again. A function is not
+        saved: assign it again in a new process.
         """
         count: Any = self._iterations
         if count is None and self._restored is not None:
@@ -318,6 +323,20 @@ class Optimizer:
         self._restored = arrays, partial, path
         self._restore_iterations()
         return lambda: has_slots and self._restored is not None  # without the arrays
+
+    def __saved_rate__(self) -> float | str | None:
+        """Return an assigned learning rate, for a checkpoint; None: the first one."""
+        rate = self._learning_rate
+        if rate is self._first_rate:
+            return None
+        return "a function" if callable(rate) else rate
+
+    def __restore_rate__(self, saved: float | str | None) -> None:
+        """Set the learning rate to what a checkpoint has of it."""
+        if saved is None:
+            self._learning_rate = self._first_rate
+        elif not isinstance(saved, str):
+            self.learning_rate = saved
 
     def _restore_iterations(self) -> None:
         count = self._iterations

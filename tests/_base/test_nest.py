@@ -68,6 +68,27 @@ def test_a_dict_keeps_its_order_after_one_of_another_order(kind, keys):
         assert list(again) == list(order)
 
 
+class Output(collections.OrderedDict):
+    """As the outputs of models of Hugging Face."""
+
+
+class Encoding(collections.UserDict):
+    """As what their tokenizers return."""
+
+
+@pytest.mark.parametrize("kind", [Output, Encoding, collections.Counter])
+def test_classes_derived_from_mappings_are_nodes(kind):
+    tree = [kind({"b": 1, "a": 2}), 3]
+    leaves, structure = nest.flatten(tree)
+    assert leaves == [2, 1, 3]
+    assert kind.__name__ in str(structure)
+    again = structure.unflatten([20, 10, 30])
+    assert again == [kind({"b": 10, "a": 20}), 30]
+    assert type(again[0]) is kind
+    assert list(again[0]) == ["b", "a"]
+    assert mpidist.nest.flatten(kind(x=[1, 2])) == [1, 2]
+
+
 def test_ordered_dicts_keep_their_order_of_insertion():
     tree = collections.OrderedDict([("b", 1), ("a", 2)])
     mapped = nest.map_structure(lambda x: x * 10, tree)

@@ -41,7 +41,8 @@ def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
 
     checkpoint, optimizer, v, w = parts(strategy, shard_state=shard)
     status = checkpoint.restore(folder / "c")
-    assert list(status) == ["weights/0", "weights/1"]
+    rate = "optimizer/adam/learning_rate"
+    assert list(status) == [rate, "weights/0", "weights/1"]
     status.assert_existing_objects_matched()
     with pytest.raises(AssertionError, match=r"'optimizer' .*optimizer\.build"):
         status.assert_consumed()
@@ -100,6 +101,66 @@ def test_what_is_assigned_after_a_restore_stays(strategy, folder):
     assert float(optimizer.learning_rate) == 7.1
     step(strategy, optimizer, v, w)
     assert int(optimizer.iterations) == 8
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_an_assigned_learning_rate_is_restored(strategy, folder, is_built):
+    """As in Keras and torch; what the constructor was given is not."""
+    checkpoint, optimizer, *weights = parts(strategy)
+    step(strategy, optimizer, *weights)
+    checkpoint.save(folder / "first")
+    optimizer.learning_rate.assign(0.25)
+    checkpoint.save(folder / "assigned")
+    expected = step(strategy, optimizer, *weights)
+    checkpoint.restore(folder / "first")
+    assert optimizer.learning_rate == 0.1
+    optimizer.learning_rate = lambda step: 0.75
+    checkpoint.save(folder / "function")
+
+    checkpoint, optimizer, *weights = parts(strategy)
+    if is_built:
+        optimizer.build(weights)
+    status = checkpoint.restore(folder / "assigned")
+    assert optimizer.learning_rate == 0.25
+    for x, y in zip(step(strategy, optimizer, *weights), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    status.assert_consumed()
+    checkpoint.restore(folder / "function")
+    assert optimizer.learning_rate == 0.25
+    checkpoint.restore(folder / "first")
+    assert optimizer.learning_rate == 0.1
+
+
+def test_each_rank_gets_its_learning_rate_back(strategy, folder, rank):
+    checkpoint, optimizer, *_ = parts(strategy)
+    optimizer.learning_rate = 0.1 + rank
+    checkpoint.save(folder / "c")
+    checkpoint, optimizer, *_ = parts(strategy)
+    checkpoint.restore(folder / "c")
+    assert optimizer.learning_rate == 0.1 + rank
+
+
+class Trainer(mpidist.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = mpidist.Variable(np.zeros(3), name="weights")
+        self.optimizer = Adam(0.1)
+
+
+def test_the_optimizer_of_a_module_has_its_learning_rate_restored(strategy, folder):
+    def trainer():
+        with strategy.scope():
+            made = Trainer()
+        made.optimizer.build([made.weights])
+        return made, mpidist.Checkpoint(trainer=made)
+
+    made, checkpoint = trainer()
+    made.optimizer.learning_rate = 0.25
+    checkpoint.save(folder / "c")
+    made, checkpoint = trainer()
+    status = checkpoint.restore(folder / "c")
+    assert "trainer/optimizer/adam/learning_rate" in status
+    assert made.optimizer.learning_rate == 0.25
 
 
 def test_one_rank_reads_iterations_before_the_others(strategy, rank, size):
