@@ -2,7 +2,8 @@
 
 Nodes are lists, tuples, named tuples, dicts and classes derived from dict, with
 children in the order of sorted keys. Everything else is a leaf, as are None and
-distributed values.
+distributed values. With other leaves an object of a derived class becomes a copy of it,
+or ``Class(mapping)``.
 Nothing here communicates.
 """
 
