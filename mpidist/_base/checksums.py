@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Array, DType, Nest
 
 # Of any buffer: NumPy's types say that arrays are one only from Python 3.12 on.
 _crc32: Final[Callable[..., int]] = zlib.crc32
@@ -82,7 +82,7 @@ def fingerprint_of_array(x: Array, seed: int) -> int:
         x: the array.
         seed: a number that is the same on all ranks.
     """
-    return _look_at(backend.value_bytes(x), ord(x.dtype.char))(seed)
+    return _look_at(backend.value_bytes(x), x.dtype)(seed)
 
 
 def fingerprinter(x: Array) -> Callable[[int], int]:
@@ -95,14 +95,16 @@ def fingerprinter(x: Array) -> Callable[[int], int]:
     """
     if x.dtype.char in "gG":  # whose values are copied each time
         return lambda seed: fingerprint_of_array(x, seed)
-    return _look_at(backend.as_bytes(x), ord(x.dtype.char))
+    return _look_at(backend.as_bytes(x), x.dtype)
 
 
-def _look_at(raw: Array, char: int) -> Callable[[int], int]:
+def _look_at(raw: Array, dtype: DType) -> Callable[[int], int]:
     """Return what returns the fingerprint of bytes, and of a dtype, for a seed."""
+    # Not by `dtype.char`: C's long and long long are one dtype, but two of these.
+    number = ord(dtype.kind) << 8 | dtype.itemsize
     checksum, host = _crc32, backend.to_host
     if raw.size <= _SMALL_BYTES:
-        return lambda seed: char << 32 | checksum(host(raw))
+        return lambda seed: number << 32 | checksum(host(raw))
     words, step = raw[: raw.size // 8 * 8].view(np.uint64), 1
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
@@ -111,7 +113,7 @@ def _look_at(raw: Array, char: int) -> Callable[[int], int]:
     def look(seed: int) -> int:
         some = words[seed % step :: step] if step > 1 else words
         total = int(some.sum(dtype=np.uint64))
-        ends = char << 32 | checksum(host(last), checksum(host(first)))
+        ends = number << 32 | checksum(host(last), checksum(host(first)))
         return (total * _GOLDEN + ends) & _MASK
 
     return look

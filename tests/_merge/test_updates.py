@@ -564,3 +564,19 @@ def test_a_variable_that_some_rank_drops_before_the_end_is_made_equal_too(
     for value in (value for row in values for value in row):
         np.testing.assert_array_equal(value, np.full(2, 1.0))
     assert_usable(strategy)
+
+
+@pytest.mark.parametrize("dtype", ["long", "longlong", "ulonglong"])
+def test_integers_of_c_that_are_alike_are_one_dtype(strategy, size, dtype):
+    """Rank 0's long long becomes a long on the others: no difference of values."""
+    with strategy.scope():
+        variable = mpidist.Variable(np.zeros(3, dtype))
+
+    def assign(variable, value):
+        variable.assign(value)
+        return variable.read_value()
+
+    value = np.arange(3).astype(dtype if strategy.replica_id else variable.dtype)
+    result = strategy.extended.update(variable, assign, args=(value,))
+    assert np.asarray(result).tolist() == [0, 1, 2]
+    assert_mirrored(strategy, variable, [0, 1, 2])
