@@ -115,12 +115,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "the cases of each other test, of which every hand gets one at least; tests "
         "that run once only (mark one_size) are in every hand",
     )
+    parser.addoption(
+        "--fewer-threads",
+        action="store_true",
+        help="run tests with several numbers of replicas, which are threads, in all "
+        "cases on the largest number, in a third, one at least, on each other one",
+    )
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what `--deal` gives to other runs of the same tests."""
+    """Leave out what `--deal` gives to other runs, and what `--fewer-threads` says."""
+    if config.getoption("--fewer-threads"):
+        _keep_fewer_threads(config, items)
     hand = config.getoption("--deal")
     if not hand:
         return
@@ -144,6 +152,23 @@ def pytest_collection_modifyitems(
         kept.update(case.nodeid for case in mine)
     config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+
+
+def _keep_fewer_threads(config: pytest.Config, items: list[pytest.Item]) -> None:
+    by_test: dict[str, dict[int, list[pytest.Item]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        number = callspec and callspec.params.get("number_of_replicas")
+        if number:
+            test = item.nodeid.partition("[")[0]
+            by_test.setdefault(test, {}).setdefault(number, []).append(item)
+    left_out: set[str] = set()
+    for sizes in by_test.values():
+        for number in sizes.keys() - {max(sizes)}:
+            cases = sorted(sizes[number], key=_number_of)
+            left_out |= {x.nodeid for x in cases} - {x.nodeid for x in cases[::3]}
+    config.hook.pytest_deselected(items=[i for i in items if i.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def _number_of(item: pytest.Item) -> int:
