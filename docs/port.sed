@@ -96,6 +96,7 @@ s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.expect_partial\(\)/.restore(\1, part
 s/\.save\(file_prefix *= */.save(/g
 s/\.restore\(save_path *= */.restore(/g
 s/(\btf\.(math\.)?reduce_\w+\(([^()]|\([^()]*\))*(\baxis *= *|, *))\[([0-9, -]+)\]/\1(\5,)/g
+s/(\btf\.(math\.)?reduce_\w+\(([^()]|\([^()]*\))*\baxis *= *)list\(/\1tuple(/g
 s/\btf\.(math\.)?reduce_(all|any|max|mean|min|prod|std|sum)\b/np.\2/g
 s/\bin tf\.range\(/in range(/g
 s/\btf\.(math\.)?(abs|add|ceil|cos|divide|equal|exp|floor|greater|greater_equal|less|less_equal)\b/np.\2/g
@@ -105,6 +106,7 @@ s/\btf\.(linalg\.)?(einsum|expand_dims|eye|linspace|matmul|meshgrid|ones|ones_li
 s/\bnp\.matmul\(([^(),]+), *([^(),]+), *transpose_a=True/np.matmul(\1.T, \2/g
 s/\bnp\.matmul\(([^(),]+), *([^(),]+), *transpose_b=True/np.matmul(\1, \2.T/g
 s/\btf\.transpose\(([^()]*), *perm *=/np.transpose(\1, axes=/g
+s/\btf\.(math\.)?count_nonzero\b/np.count_nonzero/g
 s/\btf\.(argsort|shape|size|sort|squeeze|stack|tensordot|tile|transpose|zeros|zeros_like)\b/np.\1/g
 s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
 s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g

@@ -6,7 +6,6 @@ import os
 
 from mpidist._base.expect import expect
 from mpidist._checkpoints.manager import latest_checkpoint
-from mpidist._checkpoints.manifest import MANIFEST
 from mpidist._checkpoints.storage import CheckpointReader
 
 
@@ -32,6 +31,4 @@ def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
         path,
         "where `latest_checkpoint` returns None there is no checkpoint yet",
     )
-    if not os.path.exists(os.path.join(path, MANIFEST)):
-        path = latest_checkpoint(path) or path
-    return CheckpointReader(path)
+    return CheckpointReader(latest_checkpoint(path) or path)

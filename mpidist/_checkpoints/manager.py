@@ -330,7 +330,9 @@ def latest_checkpoint(
 ) -> str | None:
     """Return the path of the newest complete checkpoint in a directory.
 
-    Of a `CheckpointManager`, or saved there by `Checkpoint.save`.
+    Of a `CheckpointManager`, or saved there by `Checkpoint.save`. Checkpoints are
+    directories: that of one checkpoint is returned as it is, so that a program may pass
+    a path if it is a directory.
 
     Not collective: it reads the directory on the rank that calls it, needs no strategy
     and no MPI, and skips damaged checkpoints with a warning. In a program on several
@@ -346,7 +348,10 @@ def latest_checkpoint(
     Returns:
         The path; None if there is no checkpoint.
     """
-    entries, _ = _scan(os.path.abspath(checkpoint_dir), checkpoint_name)
+    directory = os.path.abspath(checkpoint_dir)
+    if os.path.exists(os.path.join(directory, manifest.MANIFEST)):
+        return directory
+    entries, _ = _scan(directory, checkpoint_name)
     return entries[-1].path if entries else None
 
 

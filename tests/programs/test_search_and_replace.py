@@ -435,6 +435,8 @@ class Wrapped(tf.keras.optimizers.SGD):
 def normalize(x, mean):
   x = tf.reshape(x, [-1, 2])
   x -= tf.reduce_mean(mean, axis=[0, 1])
+  per_row = tf.reduce_mean(tf.abs(x), axis=list(range(1, len(x.shape))))
+  x += tf.cast(tf.math.count_nonzero(per_row), x.dtype) - 2.0
   x *= (2 + tf.size(mean))
   x /= 2
   x += tf.where(tf.greater(x, 0.0), x, 0 * x)
