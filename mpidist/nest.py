@@ -1,9 +1,8 @@
 """Nested structures, by the names of tf.nest: the same rules as in all calls.
 
-Nodes are lists, tuples, named tuples, dicts and classes derived from dict, with
-children in the order of sorted keys. Everything else is a leaf, as are None and
-distributed values. With other leaves an object of a derived class becomes a copy of it,
-or ``Class(mapping)``.
+Nodes are lists, tuples, named tuples, dicts, and objects of classes derived from dict
+that ``Class(mapping)`` makes, with children in the order of sorted keys. Everything
+else is a leaf, as are None and distributed values.
 Nothing here communicates.
 """
 

@@ -1,9 +1,9 @@
 """Nested structures, with the rules of tf.nest; the only user of optree.
 
 Nodes are lists, tuples, named tuples, deques, dicts and other standard mappings (with
-children in the order of sorted keys), and classes derived from dict and UserDict;
-everything else, including None and strings, is a leaf. Of an object of such a class a
-copy with other items is made, or Class(mapping).
+children in the order of sorted keys), and classes derived from dict and UserDict, if
+Class(mapping) makes an object like the first one that was seen; everything else,
+including None and strings, is a leaf.
 
 optree keeps the insertion order of an OrderedDict, which may differ between ranks; here
 its keys are sorted as well, so that different leaves are never reduced together.
@@ -12,10 +12,8 @@ its keys are sorted as well, so that different leaves are never reduced together
 from __future__ import annotations
 
 import collections
-import copy
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
@@ -27,7 +25,7 @@ from mpidist._base.types import Nest
 
 NAMESPACE: Final = "mpidist"
 _Keys: TypeAlias = Any  # a tuple of the keys of a mapping
-_Node: TypeAlias = tuple[list[Nest], "_Made", _Keys]  # children, metadata, entries
+_Node: TypeAlias = tuple[list[Nest], _Keys, _Keys]  # children, keys, entries
 LEAF: Final = "*"
 """The text of the structure of a leaf."""
 _PLACE: Final = "\0"  # of a leaf in a text; no repr of a key contains it
@@ -194,79 +192,14 @@ _leaf_types: Final[set[type]] = set()  # those seen so far
 _lock: Final = threading.Lock()
 
 
-class _Made:
-    """What a mapping is made again from: its keys in their order, and itself."""
-
-    __slots__ = ("keys", "origin")
-
-    def __init__(self, mapping: Nest) -> None:
-        self.keys: _Keys = tuple(mapping)
-        self.origin: Callable[[], Nest]
-        try:  # a structure that is kept must not keep arrays
-            self.origin = weakref.ref(mapping)
-        except TypeError:  # it cannot have weak references
-            self.origin = lambda: None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Made) and self.keys == other.keys
-
-    def __hash__(self) -> int:
-        return hash(self.keys)
-
-    def again(self, kind: type, items: dict[Any, Nest]) -> Nest:
-        """Return a mapping with these items: a copy, or itself if nothing else has."""
-        origin = self.origin()
-        for make in (_copy, lambda _, items: kind(items), lambda origin, _: origin):
-            try:
-                made = make(origin, items)
-                if _has(made, items):
-                    return made
-            except Exception:  # of the class
-                continue
-        name = kind.__qualname__
-        raise TypeError(
-            f"{name}, a class derived from dict: expected {name}(mapping) to have the "
-            f"items of the mapping, so that one can be made with other values for the "
-            f"keys {list(items)}; write such a constructor, or pass dict(x) for x"
-        )
-
-
-def _copy(origin: Nest, items: dict[Any, Nest]) -> Nest:
-    made = copy.copy(origin)
-    for key, value in items.items():
-        made[key] = value
-    if vars(origin) is origin:  # the attributes of the copy are not its items
-        raise TypeError(origin)
-    if not all(x is items.get(name, x) for name, x in vars(made).items()):
-        raise TypeError(origin)  # nor those of some dataclasses
-    return made
-
-
-def _has(mapping: Nest, items: dict[Any, Nest]) -> bool:
-    """Return whether a mapping has these items, or copies of their nodes."""
-    return len(mapping) == len(items) and all(
-        key in mapping and (mapping[key] is x or _is_copy(mapping[key], x))
-        for key, x in items.items()
-    )
-
-
-def _is_copy(x: Nest, y: Nest) -> bool:
-    (leaves, shape), (others, its_shape) = flatten(x), flatten(y)
-    return (
-        not shape.is_leaf
-        and shape == its_shape
-        and all(x is y for x, y in zip(leaves, others, strict=True))
-    )
-
-
 def _register(kind: type) -> None:
     def take_apart(mapping: Nest) -> _Node:
         keys = tuple(sorted(mapping, key=_sort_key))
-        return [mapping[key] for key in keys], _Made(mapping), keys
+        return [mapping[key] for key in keys], tuple(mapping), keys
 
-    def put_together(made: Any, children: Iterable[Nest]) -> Nest:
-        found = dict(zip(sorted(made.keys, key=_sort_key), children, strict=True))
-        return made.again(kind, {key: found[key] for key in made.keys})
+    def put_together(order: _Keys, children: Iterable[Nest]) -> Nest:
+        found = dict(zip(sorted(order, key=_sort_key), children, strict=True))
+        return kind({key: found[key] for key in order})
 
     _mappings.add(kind)
     optree.register_pytree_node(kind, take_apart, put_together, namespace=NAMESPACE)
@@ -276,13 +209,25 @@ def _register_mappings(leaves: list[Nest]) -> bool:
     """Register the classes of mappings among leaves; return whether there are any."""
     if len(_leaf_types) > _MOST_TYPES:
         _leaf_types.clear()
-    kinds = {*map(type, leaves)} - _leaf_types
-    found = {x for x in kinds if issubclass(x, (dict, collections.UserDict))}
-    _leaf_types.update(kinds - found)
     with _lock:
+        found = {type(x) for x in leaves if _is_made_of_items(x)}
         for kind in found - _mappings:
             _register(kind)
+        _leaf_types.update({*map(type, leaves)} - found)
     return bool(found)
+
+
+def _is_made_of_items(x: object) -> bool:
+    """Return whether ``type(x)(mapping)`` has the items, and attributes like ``x``."""
+    if type(x) in _leaf_types or not isinstance(x, (dict, collections.UserDict)):
+        return False
+    items = {key: object() for key in x}
+    try:
+        made: Any = type(x)(items)
+        both = [getattr(one, "__dict__", {}).keys() for one in (x, made)]
+        return dict(made) == items and list(made) == list(x) and both[0] == both[1]
+    except Exception:  # of the class
+        return False
 
 
 for _kind in (collections.UserDict, types.MappingProxyType):
