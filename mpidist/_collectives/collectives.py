@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from mpidist._agreement.guard import Guard
-from mpidist._base import backend, gpus, nest
+from mpidist._base import gpus
 from mpidist._base.environment import Environment
-from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
-from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
 from mpidist._collectives.all_gather import AllGathers
 from mpidist._collectives.copies import Copies
@@ -58,10 +56,10 @@ class Collectives(Copies):
         self.device = device
         self.invalid: Callable[[str, BaseException], NoReturn] = resources.invalid
         self.cache: PlanCache = PlanCache()
-        self.plans: Plans = Plans(resources, self.cache, self._reduce_slices)
-        self.all_reduce: Callable[..., Nest] = self.plans.quick.entry
         self._gathers = resources.observing(AllGathers)(resources, self.cache)
         self.all_gather: Callable[..., Nest] = self._gathers.quick.entry
+        self.plans: Plans = Plans(resources, self.cache, self.all_gather)
+        self.all_reduce: Callable[..., Nest] = self.plans.quick.entry
 
     def decide_device_transports(
         self, findings: Sequence[Finding], timeout_seconds: float
@@ -87,42 +85,3 @@ class Collectives(Copies):
         self.cache.clear()
         self.plans.quick.forget()
         self._gathers.quick.forget()
-
-    def _reduce_slices(
-        self,
-        op: ReduceOp,
-        tree: Nest,
-        options: CommunicationOptions | None,
-        call: str,
-        root: int | None,
-    ) -> Nest:
-        """All-reduce a nest with `IndexedSlices`, whose rows are concatenated."""
-        to_here = root is None or root == self.comm.rank
-        if root is not None:
-            call = f"{call} to rank {root}"
-        leaves, structure = nest.flatten(tree)
-        sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
-        call = f"{call} of IndexedSlices"
-        with self.guard.checking(call):
-            if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-                raise TypeError(
-                    f"{call}: {op.name} is not defined, only SUM and MEAN; reduce a "
-                    "dense array"
-                )
-            results = list(leaves)
-            dense = [x for i, x in enumerate(leaves) if i not in sparse]
-            parts = []
-            for i in sparse:
-                values, kind = backend.as_array(leaves[i].values, call)
-                if op is ReduceOp.MEAN:
-                    values = values / values.dtype.type(self.comm.size)
-                parts.append([backend.as_given(values, kind), leaves[i].indices])
-        gathered = self.all_gather(parts, 0, options, call)
-        for i, (values, indices) in zip(sparse, gathered, strict=True):
-            results[i] = IndexedSlices(values, indices, leaves[i].dense_shape)
-        if dense:
-            reduced = iter(self.all_reduce(op, dense, options, call, None))
-            results = [
-                x if i in sparse else next(reduced) for i, x in enumerate(results)
-            ]
-        return structure.unflatten(results if to_here else [None] * len(results))

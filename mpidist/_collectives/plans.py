@@ -53,11 +53,6 @@ ROUTES: Final[Sequence[Callable[[Resources, Signature], Plan | None]]] = (
 )
 """Each makes a plan for a signature; None if it does not accept it. The last does."""
 
-ReduceSlices = Callable[
-    [ReduceOp, Nest, CommunicationOptions | None, str, int | None], Nest
-]
-"""All-reduces a nest with `IndexedSlices`; arguments as of `Plans.all_reduce`."""
-
 
 class Plans:
     """All-reduces of a strategy.
@@ -68,18 +63,18 @@ class Plans:
     Args:
         resources: of the strategy.
         cache: of its plans.
-        reduce_slices: all-reduces nests that have `IndexedSlices`.
+        all_gather: of the strategy, for `IndexedSlices`.
     """
 
     def __init__(
         self,
         resources: Resources,
         cache: PlanCache,
-        reduce_slices: ReduceSlices,
+        all_gather: Callable[..., Nest],
     ) -> None:
         self._resources = resources
         self.cache = cache
-        self._reduce_slices = reduce_slices
+        self._all_gather = all_gather
         self.quick: QuickCalls = QuickCalls(resources, self.all_reduce, 1)
 
     def all_reduce(
@@ -172,6 +167,45 @@ class Plans:
                 for x, (_, kind) in zip(results, pairs, strict=True)
             ]
         )
+
+    def _reduce_slices(
+        self,
+        op: ReduceOp,
+        tree: Nest,
+        options: CommunicationOptions | None,
+        call: str,
+        root: int | None,
+    ) -> Nest:
+        """All-reduce a nest with `IndexedSlices`, whose rows are concatenated."""
+        to_here = root is None or root == self._resources.comm.rank
+        if root is not None:
+            call = f"{call} to rank {root}"
+        leaves, structure = nest.flatten(tree)
+        sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
+        call = f"{call} of IndexedSlices"
+        with self._resources.guard.checking(call):
+            if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+                raise TypeError(
+                    f"{call}: {op.name} is not defined, only SUM and MEAN; reduce a "
+                    "dense array"
+                )
+            results = list(leaves)
+            dense = [x for i, x in enumerate(leaves) if i not in sparse]
+            parts = []
+            for i in sparse:
+                values, kind = backend.as_array(leaves[i].values, call)
+                if op is ReduceOp.MEAN:
+                    values = values / values.dtype.type(self._resources.comm.size)
+                parts.append([backend.as_given(values, kind), leaves[i].indices])
+        gathered = self._all_gather(parts, 0, options, call)
+        for i, (values, indices) in zip(sparse, gathered, strict=True):
+            results[i] = IndexedSlices(values, indices, leaves[i].dense_shape)
+        if dense:
+            reduced = iter(self.quick.entry(op, dense, options, call, None))
+            results = [
+                x if i in sparse else next(reduced) for i, x in enumerate(results)
+            ]
+        return structure.unflatten(results if to_here else [None] * len(results))
 
     def find(self, op: ReduceOp, arrays: list[Array], call: str) -> Plan:
         """Return the plan for a list of arrays. Not collective."""
