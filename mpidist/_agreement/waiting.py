@@ -15,6 +15,7 @@ networks it makes progress only while its target calls MPI).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -33,6 +34,28 @@ from mpidist._timeline.observer import NOTHING
 
 _T = TypeVar("_T")
 _MOST_LINES: Final = 20  # of a report
+
+
+@dataclasses.dataclass
+class _Current:
+    """The current wait of a rank, and what `Waits.look` has done in it.
+
+    Attributes:
+        place: what the rank waits for, and the number of its last header.
+        waited: for how many seconds it has waited.
+        came_late: whether others waited before, so that their waits are longer than
+            what this rank reports; None before the first look.
+        observed: whether the observers know of the wait.
+        posted: whether this rank has posted a notice.
+        reported: whether the user may have been warned.
+    """
+
+    place: tuple[str, int]
+    waited: float = 0.0
+    came_late: bool | None = None
+    observed: bool = False
+    posted: bool = False
+    reported: bool = False
 
 
 class Waits:
@@ -61,11 +84,7 @@ class Waits:
         self._stall = stall_seconds
         self._stacks: Stacks | None = None
         self.watchdog: Watchdog = Watchdog(comm, stall_seconds)
-        # Of the current wait: its place, its length so far, and what `look` has done.
-        self._place = ("", 0)
-        self._waited = 0.0
-        self._looked = self._posted = self._reported = self._came_late = False
-        self._observed = False
+        self._current = _Current(("", 0))
         # The ranks whose data has not come; None while this rank waits for no data.
         self._awaited: Callable[[], list[int]] | None = None
 
@@ -187,13 +206,12 @@ class Waits:
             ReplicaLostError: if a rank is lost.
         """
         state, breakdown = self._call_state, self._breakdown
-        place = (what, state.sequence)
-        if waited < self._waited or place != self._place:  # another wait than last time
-            self._looked = self._posted = self._reported = self._came_late = False
-            self._observed = False
-        self._place, self._waited = place, waited
-        if state.calls is not None and not self._observed and waited >= self._stall:
-            self._observed = True
+        place, current = (what, state.sequence), self._current
+        if waited < current.waited or place != current.place:
+            current = self._current = _Current(place)
+        current.waited = waited
+        if state.calls is not None and not current.observed and waited >= self._stall:
+            current.observed = True
             state.calls.waits(what, waited, state.sequence + 1)
         if state.begun is not None:
             state.begun.look()
@@ -206,18 +224,18 @@ class Waits:
             return
         notices = breakdown.notices
         longest = notices.longest_wait(*place)
-        if not self._looked:  # a report on the others does not count this rank
-            self._looked, self._came_late = True, longest > 0
+        if current.came_late is None:
+            current.came_late = longest > 0
         if waited < post_after and not notices.others_wait(state.sequence):
             return
         wait = self._describe(what)
-        if not self._posted:
+        if not current.posted:
             notices.post(wait, waited=waited)
-            self._posted = True
-        longest = waited if self._came_late else max(waited, longest)
-        if not self._reported and longest >= self._stall:
-            self._reported = notices.are_quiet(state.sequence)
-            if self._reported:
+            current.posted = True
+        longest = waited if current.came_late else max(waited, longest)
+        if not current.reported and longest >= self._stall:
+            current.reported = notices.are_quiet(state.sequence)
+            if current.reported:
                 self._report(wait, longest)
         if timeout and waited >= timeout:
             raise breakdown.give_up_on(wait, self._why(wait, timeout))

@@ -192,22 +192,24 @@ def _reduce_pairs(
     options: CommunicationOptions | None,
     call: str,
 ) -> list[Nest]:
-    """Reduce pairs of values and destinations. Draws one key on either path.
+    """Reduce pairs of values and destinations.
 
-    Ranks may take different paths, for example if one passes a list and not a tuple.
+    The usual case comes first. A rank may take it while another does not (one passes a
+    list and the other a tuple), so in both cases one key is drawn.
     """
     registry, collectives = group.registry, group.collectives
     own = _components(group, pairs)
-    with collectives.guard.checking(call):
-        op = as_reduce_op(reduce_op, call)
-        if own is None:
-            structures, leaves, wanted = _flatten_pairs(group, pairs, call)
-            moving, results, plain = _reduce_others(
-                group, op, leaves, None, call, kept=(Mirrored, Variable)
-            )
     if own is not None:
+        with collectives.guard.checking(call):
+            op = as_reduce_op(reduce_op, call)
         reduced = collectives.all_reduce(op, own, options, call)
         return registry.wrap_tree(Mirrored, reduced)
+    with collectives.guard.checking(call):
+        op = as_reduce_op(reduce_op, call)
+        structures, leaves, wanted = _flatten_pairs(group, pairs, call)
+        moving, results, plain = _reduce_others(
+            group, op, leaves, None, call, kept=(Mirrored, Variable)
+        )
     if plain:
         collectives.check_plain(call, plain)
     asked = [(leaves[i], wanted[i]) for i in moving]

@@ -232,7 +232,7 @@ def _make_collectives(
     Raises:
         CollectiveMismatchError: if the ranks were given different arguments.
     """
-    ops, sums = arguments.cross_device_ops, bits.NONE
+    sums = bits.NONE
     if memory.node is None and threads.current() is None and communicator.size > 1:
         peers = None if memory.nodes is None else memory.nodes.peers
         sums = bits.digests_of_sums(communicator, guard.channel, peers)
@@ -248,22 +248,7 @@ def _make_collectives(
             timelines.begin(environment.timeline, communicator, guard)
         collectives = make(communicator, guard, options, environment, chosen, memory)
         finding = collectives.resources.look_for_devices()
-    text = (
-        f"MPIStrategy(...) with {options.bytes_per_pack} bytes_per_pack, "
-        f"{guard.timeout_seconds} timeout_seconds, "
-        f"{options.implementation.name}, guard={checks}, "
-        f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}"
-    )
-    if ops is not None:
-        text += f", {type(ops).__qualname__} as cross_device_ops"
-    if collectives.resources.compression.scheme != "none":
-        text += f", {collectives.resources.compression}"
-    if debugging():  # it compares more
-        text += ", MPIDIST_DEBUG=1"
-    if environment.allreduce is not None:
-        text += f", MPIDIST_ALLREDUCE={environment.allreduce}"
-    if environment.simulated_nodes != 1:
-        text += f", MPIDIST_SIMULATED_NODES={environment.simulated_nodes}"
+    text = _describe(collectives, arguments.cross_device_ops, checks)
     mine = pickle.dumps((finding, sums))
     same = guard.agree_on(mismatch.Call(text), fingerprint_of_bytes(mine))
     rows = [mine] * communicator.size
@@ -279,6 +264,32 @@ def _make_collectives(
             )
     collectives.decide_device_transports(findings, guard.timeout_seconds)
     return collectives
+
+
+def _describe(
+    collectives: Collectives, ops: CrossDeviceOps | None, checks: bool
+) -> str:
+    """Return what the ranks compare of the arguments and settings of a strategy."""
+    resources = collectives.resources
+    options, environment = resources.options, resources.environment
+    unusual = {
+        f"{type(ops).__qualname__} as cross_device_ops": ops is not None,
+        f"{resources.compression}": resources.compression.scheme != "none",
+        "MPIDIST_DEBUG=1": debugging(),  # it compares more
+        f"MPIDIST_ALLREDUCE={environment.allreduce}": environment.allreduce is not None,
+        f"MPIDIST_SIMULATED_NODES={environment.simulated_nodes}": (
+            environment.simulated_nodes != 1
+        ),
+    }
+    parts = [
+        f"MPIStrategy(...) with {options.bytes_per_pack} bytes_per_pack",
+        f"{resources.guard.timeout_seconds} timeout_seconds",
+        options.implementation.name,
+        f"guard={checks}",
+        f"MPIDIST_FUSION_MB={environment.bytes_per_pack / 2**20}",
+        *(text for text, is_set in unusual.items() if is_set),
+    ]
+    return ", ".join(parts)
 
 
 def _check_arguments(arguments: Arguments) -> CommunicationOptions:

@@ -111,10 +111,10 @@ def test_ranks_that_wait_for_a_shorter_time_are_not_missing(caplog, elements):
         rank, group = strategy.replica_id, testing.current_group()
         waits[rank] = mine = group_of(strategy).guard.waits
         mine._stall = 0.2 if rank == 0 else 1000.0
-        mine._posted = rank == 1  # in an earlier wait, a short one
+        mine._current.posted = rank == 1  # in an earlier wait, a short one
         group.all_gather(b"")
         end = time.monotonic() + 60
-        while rank == 0 and "all_reduce" not in waits[1]._place[0]:
+        while rank == 0 and "all_reduce" not in waits[1]._current.place[0]:
             assert time.monotonic() < end
             time.sleep(0.01)
         while rank == 2 and not caplog.records and time.monotonic() < end:

@@ -265,14 +265,14 @@ def test_mixed_nests(strategy, rank, size):
     assert_usable(strategy)
 
 
-class Losses(dict):
+class Losses(collections.ChainMap):
     """Is no node of a nest: mpidist sees one object."""
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
 def test_objects_that_hold_arrays(strategy, rank, op):
     """MEAN and MAX gave each rank its own."""
-    value = strategy.run(lambda: Losses(x=np.full(2, rank)))
+    value = strategy.run(lambda: Losses({"x": np.full(2, rank)}))
     kind = ValueError if op == "SUM" else TypeError
     hint = "run(lambda: x)" if op == "SUM" else "write `dict(...)` around it"
     reduce_to = strategy.extended.reduce_to
