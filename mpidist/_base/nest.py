@@ -54,7 +54,8 @@ class Structure:
         self._text = LEAF.join(self._parts)
         identity = order == list(range(len(order)))
         self._order = None if identity else order
-        self.keyed = "{" in self._text
+        # Whether a dict in it may have several keys: each has its text, and a colon.
+        self.keyed = self._text.count(": ") > 1
 
     @property
     def num_leaves(self) -> int:

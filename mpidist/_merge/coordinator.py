@@ -79,11 +79,13 @@ class Coordinator:
             with context.entered(frame):
                 result = merge_fn(group.strategy, *args, **kwargs)
                 del args, kwargs
-                plain = type(result) in object_parts.ATOMS
+                whole = None
+                if type(result) not in object_parts.ATOMS:
+                    leaves, whole = nest.flatten(result)
                 if self._several:
-                    sent = (
-                        result if plain else nest.map_structure(self._part_of, result)
-                    )
+                    sent = result
+                    if whole is not None:
+                        sent = whole.unflatten(map(self._part_of, leaves))
                     content, arrays = self._writer.write(sent, named=False)
                     guard.set_alone(False)
                     self._send("return", content)
@@ -99,7 +101,9 @@ class Coordinator:
             self._close()
         if arrays:
             group.collectives.send_arrays(arrays, "merge_call")
-        return result if plain else nest.map_structure(_own_result, result)
+        if whole is None:
+            return result
+        return whole.unflatten(map(_own_result, leaves))
 
     def _send_error(self, error: BaseException) -> None:
         """Send the exception of merge_fn."""
@@ -124,12 +128,8 @@ class Coordinator:
 
     def _part_of(self, leaf: Nest) -> Nest:
         """Return what is sent for a leaf of merge_fn's result."""
-        made_here = isinstance(leaf, Mirrored) and not self._has_key(leaf)
+        made_here = isinstance(leaf, Mirrored) and not self._registry.has(leaf)
         return component(leaf) if made_here else leaf
-
-    def _has_key(self, value: Registered) -> bool:
-        key = key_of(value)
-        return key is not None and self._registry.get(key) is value
 
     # --- operations ---------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Coordinator:
         Raises:
             ValueError: if the other ranks do not have the value.
         """
-        if self._has_key(value):
+        if self._registry.has(value):
             return key_of(value)
         if isinstance(value, DistributedValues) and gathered(value) is not None:
             if isinstance(value, Mirrored):
@@ -364,6 +364,6 @@ def _check_mirrored(value: Mirrored) -> None:
 
 def _own_result(leaf: Nest) -> Nest:
     """Return rank 0's part: a copy of an array, since the program may keep using it."""
-    if backend.is_array(leaf):
-        return backend.copied(leaf, "merge_call")
-    return own_component(leaf)
+    if isinstance(leaf, Registered):
+        return own_component(leaf)
+    return backend.copied(leaf, "merge_call") if backend.is_array(leaf) else leaf

@@ -79,10 +79,13 @@ def has_names(merge_fn: Any) -> bool:
     """
     if type(merge_fn) is not types.FunctionType:
         return True
-    if any(type(x) is types.CodeType for x in merge_fn.__code__.co_consts):
+    if types.CodeType in map(type, merge_fn.__code__.co_consts):
         return True
     _, *parts = parts_of_function(merge_fn)
-    return any(kind_of(type(part)) is not None for _, part in parts)
+    for _, part in parts:  # noqa: SIM110 - without a generator's calls
+        if kind_of(type(part)) is not None:
+            return True
+    return False
 
 
 class Names:

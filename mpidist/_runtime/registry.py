@@ -151,14 +151,18 @@ class Registry:
         self._remember(key, value)
         return value
 
+    def has(self, value: Registered) -> bool:
+        """Return whether this is the value with its key: then all ranks have one."""
+        reference = self._values.get(value._key)
+        return reference is not None and reference() is value
+
     def watch(self, value: Registered, dropped: list[Key]) -> None:
         """Append the key of a value to a list when the value is dropped.
 
         This replaces `weakref.finalize`, which takes longer than creating the value.
         """
-        reference = self._values.get(value._key)
-        if reference is not None and reference() is value:
-            reference.dropped = dropped
+        if self.has(value):
+            self._values[value._key].dropped = dropped
 
     def check(self, call: str, value: Nest) -> None:
         """Raise if a distributed value belongs to another strategy.
