@@ -54,7 +54,7 @@ def item_of(name: str, value: Any) -> StateItem | None:
         return StateItem(
             name,
             value.state_dict,
-            functools.partial(guests.load_state, value),
+            functools.partial(load_state, value),
             readable=not getattr(value, "state_is_collective", False),
             forget=value.zero_grad,
             shared=lambda array: True,
@@ -161,3 +161,59 @@ def _key(key: Any) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
+
+
+# --- the state of torch optimizers ----------------------------------------------------
+
+
+def load_state(optimizer: Any, state: Any) -> None:
+    """Set the state of a torch optimizer, in the layouts of its parameters.
+
+    torch casts it to the dtypes of the parameters, and so changes what is float32 for
+    a parameter in bfloat16, such as the ``mu_product`` of NAdam.
+
+    Args:
+        optimizer: it.
+        state: from ``state_dict``, of contiguous tensors.
+    """
+    optimizer.load_state_dict(state)
+    groups = state.get("param_groups", ())  # a class may have a form of its own
+    numbers = [number for group in groups for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if parameter in optimizer.state:  # a defaultdict
+            loaded, sent = optimizer.state[parameter], state["state"].get(number)
+            optimizer.state[parameter] = lay_out(_as_sent(loaded, sent), parameter)
+
+
+def lay_out(entries: Any, parameter: guests.Guest) -> Any:
+    """Give tensors of the state of an optimizer the layout of their parameter.
+
+    Args:
+        entries: of the parameter: a dict, which is changed; a tensor; or another value,
+            as torch lets optimizers have.
+        parameter: it.
+
+    Returns:
+        The entries.
+    """
+    if isinstance(entries, dict):
+        for key, x in entries.items():
+            if guests.kind_of(x) == "torch":
+                entries[key] = guests.in_layout_of(x, parameter)
+    elif guests.kind_of(entries) == "torch":
+        return guests.in_layout_of(entries, parameter)
+    return entries
+
+
+def _as_sent(x: Any, sent: Any) -> Any:
+    """Return what torch has loaded of a state, in the dtypes of what was sent."""
+    if guests.kind_of(x) == "torch" and guests.kind_of(sent) == "torch":
+        same = x.dtype == sent.dtype or x.shape != sent.shape  # a part of it
+        return x if same else sent.detach().to(x.device, copy=True)
+    if isinstance(x, dict) and isinstance(sent, dict):
+        for key in x.keys() & sent.keys() - {"step"}:  # fused ones need their dtype
+            x[key] = _as_sent(x[key], sent[key])
+    elif type(x) in (list, tuple) and type(x) is type(sent) and len(x) == len(sent):
+        return type(x)(map(_as_sent, x, sent))
+    return x

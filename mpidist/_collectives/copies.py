@@ -149,7 +149,8 @@ class Copies:
 
     def _send(self, heads: bytes, arrays: list[Array], call: str) -> None:
         self.resources.messages.send(heads)
-        self._move_arrays(lambda: list(map(backend.contiguous, arrays)), arrays, call)
+        if arrays:
+            self._move_arrays(lambda: list(map(backend.contiguous, arrays)), call)
 
     @observed(values_from_rank_0, has_values)
     def receive_arrays(self, call: str = FROM_RANK_0) -> list[Any]:
@@ -168,7 +169,7 @@ class Copies:
                 for head in awaited
             ]
 
-        received = iter(self._move_arrays(allocate, awaited, call))
+        received = iter(self._move_arrays(allocate, call) if awaited else ())
         return [
             head.payload
             if head.dtype is None
@@ -177,20 +178,17 @@ class Copies:
         ]
 
     def _move_arrays(
-        self, allocate: Callable[[], list[Array]], moved: list[Any], call: str
+        self, allocate: Callable[[], list[Array]], call: str
     ) -> list[Array]:
         """Broadcast rank 0's arrays, when all ranks have memory for them. Collective.
 
         Args:
             allocate: returns the arrays of rank 0, or memory for them.
-            moved: as many as there are arrays.
             call: the name of the call in messages.
 
         Raises:
             MemoryError: on all ranks, if ``allocate`` failed on one.
         """
-        if not moved:
-            return []
         arrays = self._together(allocate, call)
         with self.resources.guard.payload():
             for x in arrays:
@@ -221,8 +219,9 @@ class Copies:
             if error is not None:
                 raise error
 
-        found = int(error is not None)
-        if not self.resources.guard.agree_on(_MEMORY, found) or error is not None:
+        guard = self.resources.guard
+        guard.agree_on(_MEMORY, largest=int(error is not None))
+        if guard.largest:
             self.resources.comm.together(failed, call)
         return memory
 

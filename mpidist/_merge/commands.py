@@ -61,9 +61,6 @@ _NO_DATA: Final = ATOMS | {types.FunctionType, Mirrored, PerReplica, Variable}
 _KEYED: Final = (DistributedValues, Variable)  # also of users' classes
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 
-# A user's function: `Any` is what it takes.
-UpdateFunction: TypeAlias = Callable[..., Any]
-
 # Types of arguments that the function of an update receives unchanged.
 _AS_THEY_ARE: Final = frozenset(
     (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
@@ -71,9 +68,6 @@ _AS_THEY_ARE: Final = frozenset(
 _USUAL: Final = _AS_THEY_ARE | {Mirrored, PerReplica}
 
 Pickler: Any = cloudpickle.Pickler  # a class of a library without types
-
-KeyOf: TypeAlias = Callable[[Registered], Key]
-"""Returns the key under which every rank has a value."""
 
 Reference: TypeAlias = tuple[Any, ...]
 """A row of the table above: the kind, and the fields."""
@@ -101,7 +95,7 @@ class Update(NamedTuple):
     """
 
     var: Variable | None
-    fn: UpdateFunction
+    fn: Callable[..., Any]
     args: Sequence[Nest]
     kwargs: Mapping[str, Nest] | None
     grouped: bool
@@ -183,12 +177,15 @@ class Writer:
 
     Args:
         group: the ranks.
-        key_of: returns the keys of values; may send a command itself.
+        key_of: returns the key under which every rank has a value; may send a command.
         names: the names of what merge_fn can reach; None if it has no names.
     """
 
     def __init__(
-        self, group: ReplicaGroup, key_of: KeyOf, names: object_names.Names | None
+        self,
+        group: ReplicaGroup,
+        key_of: Callable[[Registered], Key],
+        names: object_names.Names | None,
     ) -> None:
         self.key_of = key_of
         self.names = names

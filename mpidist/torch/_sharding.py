@@ -22,11 +22,12 @@ import torch
 
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
-from mpidist._base import backend, guests, partition
+from mpidist._base import backend, partition
 from mpidist._base.errors import OutOfSyncError, on_rank
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.partition import Partition
 from mpidist._base.remedies import explain_keywords
+from mpidist._checkpoints import guest_items
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
@@ -237,7 +238,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         state = unpack(rows, data)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, values in state.items():
-            guests.lay_out(values, parameters[number])
+            guest_items.lay_out(values, parameters[number])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -269,7 +270,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         groups = self._local.state_dict()["param_groups"]
         for group, other in zip(groups, saved, strict=True):
             group.update(settings_of(other))
-        guests.load_state(self._local, {"state": state, "param_groups": groups})
+        guest_items.load_state(self._local, {"state": state, "param_groups": groups})
         self._read_settings()
         self._show_state()
 

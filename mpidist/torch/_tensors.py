@@ -15,6 +15,7 @@ from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, Nest
+from mpidist._checkpoints import guest_items
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
@@ -111,7 +112,7 @@ def broadcast_optimizer_state(
     numbered, *leaves = group.collectives.share(state, call)
     if group.replica_id != 0:
         state_dict = nest.map_structure(lambda i: leaves[i], numbered)
-        guests.load_state(optimizer, state_dict)
+        guest_items.load_state(optimizer, state_dict)
 
 
 def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:
