@@ -165,7 +165,7 @@ class SelfChannel:
         return DIFFERENT if self.verdict[0] else OK
 
     def missing(self) -> list[int]:
-        """Return nobody."""
+        """Return no rank: there is one, and it is here."""
         return []
 
     def leave(self) -> None:

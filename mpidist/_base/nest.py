@@ -54,8 +54,7 @@ class Structure:
         self._text = LEAF.join(self._parts)
         identity = order == list(range(len(order)))
         self._order = None if identity else order
-        # Whether a dict in it may have several keys: each has its text, and a colon.
-        self.keyed = self._text.count(": ") > 1
+        self.keyed = "{" in self._text
 
     @property
     def num_leaves(self) -> int:

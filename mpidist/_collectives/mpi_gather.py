@@ -206,7 +206,7 @@ class MpiGather(Plan):
         rows = self._core.lengths() if rows is None else rows
         guard, own = self._guard, list(rows[self._comm.rank])
         same = all(list(row) == own for row in rows)
-        if memory is None or not same:  # alike on all ranks: see `make`
+        if memory is None or not same:  # on all ranks, or on none: see `guess`
             with guard.checking(self.call):
                 memory = self._reserve(arrays, rows)
             guard.agree(HAVE_MEMORY, timeout)

@@ -22,7 +22,8 @@ from mpidist._timeline.observer import NO_ROUTE, Calls, Span
 class ObservedPlan(Plan):
     """A plan whose runs are observed.
 
-    It has no `attempt` and no `quick`: a call that did not take place would have begun.
+    It has no `attempt`, which may find that the arrays are not for the plan when the
+    observers have seen a call begin; and no `quick`, which would not tell them.
 
     Args:
         resources: of the strategy.
@@ -47,7 +48,7 @@ class ObservedPlan(Plan):
 
 
 Piece: TypeAlias = Any
-"""A part of the collectives, with ``resources``; their classes import this module."""
+"""An object with ``resources``, such as `Copies`, whose module imports this one."""
 
 
 def nest_of_all(

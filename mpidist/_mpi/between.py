@@ -12,7 +12,7 @@ find the difference in the header.
 MPI's persistent collectives (MPI 4) are used if there are any, else the non-blocking
 ones. They are started and tested in C (``_native/py_between.c``), by MPI's own
 functions, whose addresses are found behind mpi4py. Without the core ranks gather the
-integers of their headers (`Communicator.start`).
+integers of their headers (`Communicator.open_headers`).
 """
 
 from __future__ import annotations

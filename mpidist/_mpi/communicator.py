@@ -238,8 +238,9 @@ class Communicator(AnyCommunicator):
         """Return the ranks that have this rank's `local_rank`. Collective.
 
         There is one of each node, in the order of the nodes' first ranks, so rank 0 is
-        the first of its own. None if some node has no such rank. It blocks in MPI, so
-        all ranks have just agreed on something.
+        the first of its own. None if some node has no such rank. It blocks in MPI
+        without a deadline: call it when all ranks are known to be on the way, as after
+        a header or another polled step.
 
         Raises:
             Exception: on all ranks, if some rank could not make it.

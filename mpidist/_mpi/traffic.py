@@ -88,6 +88,6 @@ class Traffic:
         self.bytes.update(nbytes)
 
     def count(self, kind: str, nbytes: int) -> None:
-        """Add one MPI call that moves ``nbytes`` of this rank's memory."""
+        """Add one collective of ``nbytes`` of this rank's buffers, whatever moves them."""
         self.calls[kind] += 1
         self.bytes[kind] += nbytes

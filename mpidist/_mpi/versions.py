@@ -125,7 +125,7 @@ def exchange(
 ) -> list[bytes]:
     """Return the text of each rank of a new communicator. Collective: the first call.
 
-    By MPI alone: what is built on it may be different on other ranks.
+    It uses MPI alone: another rank may have another version of all code above MPI.
 
     Args:
         comm: the communicator.

@@ -183,8 +183,8 @@ def _make_guard(
 ) -> Guard:
     """Make the guard, and hand it the waits that the deadline had so far.
 
-    It compares calls until `Guard.compare_calls`, whatever the options say: the ranks
-    may have been given different ones.
+    It compares calls until `join` sets `Guard.enabled` at its end, whatever the options
+    say: the ranks may have been given different ones.
     """
     shared = None if memory.node is None else memory.node.channel
     channel = open_channel(communicator, shared)
