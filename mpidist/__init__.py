@@ -26,14 +26,6 @@ from mpidist._base.variable_enums import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
 )
-from mpidist._checkpoints import (
-    Checkpoint as Checkpoint,
-    CheckpointManager as CheckpointManager,
-    CheckpointReader as CheckpointReader,
-    RestoreStatus as RestoreStatus,
-    latest_checkpoint as latest_checkpoint,
-    load_checkpoint as load_checkpoint,
-)
 from mpidist._losses import (
     compute_average_loss as compute_average_loss,
     global_batch_size as global_batch_size,
@@ -100,6 +92,14 @@ if TYPE_CHECKING:  # else by `_publish`, when they are first used: they take lon
         summary as summary,
         testing as testing,
     )
+    from mpidist._checkpoints import (
+        Checkpoint as Checkpoint,
+        CheckpointManager as CheckpointManager,
+        CheckpointReader as CheckpointReader,
+        RestoreStatus as RestoreStatus,
+        latest_checkpoint as latest_checkpoint,
+        load_checkpoint as load_checkpoint,
+    )
     from mpidist.data import (
         DistributedDataset as DistributedDataset,
         DistributedIterator as DistributedIterator,
@@ -111,6 +111,14 @@ if TYPE_CHECKING:  # else by `_publish`, when they are first used: they take lon
 _publish(
     __name__,
     later={
+        "_checkpoints": (
+            "Checkpoint",
+            "CheckpointManager",
+            "CheckpointReader",
+            "RestoreStatus",
+            "latest_checkpoint",
+            "load_checkpoint",
+        ),
         "data": (
             "DistributedDataset",
             "DistributedIterator",

@@ -16,7 +16,6 @@ has interrupted.
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import os
 import re
@@ -30,6 +29,7 @@ from typing import Any, Final
 from mpidist._base.environment import debugging
 from mpidist._base.errors import format_ranks
 from mpidist._base.machine import boot_id, status_of
+from mpidist._base.types import record
 
 # A real-time signal that neither glibc nor MPI launchers or SLURM use.
 _OFFSET: Final = 13
@@ -50,7 +50,7 @@ _OURS: Final = f'File "{Path(__file__).parents[1]}{os.sep}'
 _file = -1  # of this process, once it answers
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Process:
     """A process that may be asked.
 

@@ -16,6 +16,7 @@ from mpidist._base.options import (
     CommunicationImplementation,
     Compression,
 )
+from mpidist._base.types import record
 
 DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 DEFAULT_STALL_SECONDS: Final = 60.0
@@ -134,7 +135,7 @@ def _variable(
     return dataclasses.field(default=default, metadata={"read": reads})
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Environment:
     """The values of the environment variables ``MPIDIST_*``.
 

@@ -5,7 +5,6 @@ CuPy is imported only to look for a GPU when a strategy is made.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import sys
 import types
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist._base.expect import expect
-from mpidist._base.types import DeviceArray, HostArray
+from mpidist._base.types import DeviceArray, HostArray, record
 
 Stream: TypeAlias = Any
 """A `cupy.cuda.Stream`."""
@@ -24,7 +23,7 @@ Event: TypeAlias = Any
 """A `cupy.cuda.Event`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Device:
     """The device of a replica's arrays: the host, or one GPU."""
 

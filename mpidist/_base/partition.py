@@ -8,10 +8,11 @@ order, is the sequence.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from mpidist._base.types import record
 
 
 class Piece(NamedTuple):
@@ -22,7 +23,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Partition:
     """Which elements of a sequence of arrays each rank has.
 

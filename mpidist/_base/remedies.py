@@ -54,7 +54,7 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 _PYTHONS: Final = ("annotations", "TYPE_CHECKING")  # imported for Python itself
-_later: Final[dict[str, Mapping[str, Container[str]]]] = {}
+_later: Final[dict[str, Mapping[str, tuple[str, ...]]]] = {}
 
 
 def publish(
@@ -72,7 +72,8 @@ def publish(
         name: of the module.
         outer: the public names of the module that it is in; they belong to that.
         later: modules in it that are imported at the first use of them, or of names of
-            theirs that are public in this module too. Each calls this itself.
+            theirs that are public in this module too. Each calls this itself, but
+            for rooms, which are in mpidist and not public: only names of theirs are.
     """
     module = vars(sys.modules[name])
     above, _, own = name.rpartition(".")
@@ -83,10 +84,12 @@ def publish(
         if key == "__version__" or (key[0].isalpha() and key not in _PYTHONS)
     }
     places: dict[str, str] = {}
-    for room, names in (later or {}).items():
+    later = _later.setdefault(name, later or {})
+    for room, names in later.items():
         # With the colon an ImportError is raised, not taken for the end of the modules.
-        places |= {room: f"{name}.{room}:"} | {x: f"{name}.{room}:{x}" for x in names}
-    _later[name] = later or {}
+        is_public = room[0] != "_"
+        place = f"{name if is_public else 'mpidist'}.{room}:"
+        places |= {x: place + x for x in names} | ({room: place} if is_public else {})
     module["__all__"] = sorted({*public, *places})
     for key, value in public.items():
         if isinstance(value, ModuleType):
@@ -98,8 +101,10 @@ def publish(
         if missing not in places:
             message = f"module {name!r} has no attribute {missing!r}"
             raise missing_name(name, message, missing)
-        module[missing] = pkgutil.resolve_name(places[missing])
-        return module[missing]
+        found = module[missing] = pkgutil.resolve_name(places[missing])
+        if places[missing].startswith("mpidist._"):
+            found.__module__ = name
+        return found
 
     module["__getattr__"] = look
     module["__dir__"] = lambda: sorted({*module, *places})

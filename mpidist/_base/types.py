@@ -11,7 +11,8 @@ of these: any container that optree knows, of any depth.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self, TypeAlias
+import dataclasses
+from typing import Any, Protocol, Self, TypeAlias, dataclass_transform
 
 import numpy as np
 from typing_extensions import TypeVar  # with `default`, which `typing` has from 3.13
@@ -33,6 +34,16 @@ OtherLeaf = TypeVar("OtherLeaf", bound="complex | np.generic | HostArray")
 """Another one."""
 Given = TypeVar("Given")
 """Whatever is passed, and returned."""
+
+
+@dataclass_transform(frozen_default=True)
+def record(cls: type[Given]) -> type[Given]:
+    """Make a class a dataclass that the checks of types know as frozen.
+
+    Python takes twice as long to make one that is frozen at run time, and longer to
+    make its objects: every program waits for that. Those of users are frozen.
+    """
+    return dataclasses.dataclass(unsafe_hash=True)(cls)
 
 
 class Array(Protocol):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from mpidist._base.errors import CheckpointError, damaged_checkpoint
-from mpidist._base.types import Shape
+from mpidist._base.types import Shape, record
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json
 from mpidist._version import __version__
@@ -36,7 +36,7 @@ _MOST_NAMES: Final = 10  # in a message
 _MOST_DIMENSIONS: Final = 32  # of all versions of NumPy
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Part:
     """A part of the array file, which ends with the bytes of an array.
 
@@ -60,7 +60,7 @@ class Part:
 _OF_ARRAYS: Final = {field.name for field in dataclasses.fields(Part)}
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Manifest:
     """The contents of a manifest.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import collections
-import dataclasses
 import functools
 import json
 import math
@@ -22,7 +21,7 @@ import numpy as np
 from mpidist._agreement import mismatch
 from mpidist._base import backend, checksums, guests
 from mpidist._base.guests import DeviceCopy
-from mpidist._base.types import Array, HostArray
+from mpidist._base.types import Array, HostArray, record
 
 State: TypeAlias = Any
 """The state of a user's object: None, bools, numbers, strings, bytes, NumPy arrays and
@@ -63,7 +62,7 @@ def checksum(x: Stored) -> int:
     return mismatch.fingerprint(checksums.summarize(array))
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Packed:
     """A state as JSON, and the arrays that it names."""
 

@@ -5,7 +5,6 @@ Arrays and other objects travel as a message (pickled heads, or all) and as buff
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import pickle
@@ -20,7 +19,7 @@ from mpidist._base import backend, checksums, nest
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.options import CommunicationOptions
-from mpidist._base.types import Array, DType, HostArray, Nest, Shape
+from mpidist._base.types import Array, DType, HostArray, Nest, Shape, record
 from mpidist._collectives.observed import (
     has_values,
     memory_for,
@@ -39,7 +38,7 @@ _MEMORY: Final = Call("memory for what rank 0 sends, or gets")
 _R = TypeVar("_R")
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class _Head:
     """Dtype and shape of an array whose bytes travel separately; or an object.
 

@@ -30,7 +30,6 @@ longdouble has no integer of its size: it is gathered and reduced in rank order.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Final, Literal
@@ -40,7 +39,7 @@ import numpy.typing as npt
 
 from mpidist._base import backend
 from mpidist._base.reduce_op import RULES, MPIOp, ReduceOp
-from mpidist._base.types import Array, DType
+from mpidist._base.types import Array, DType, record
 
 Encoding = Literal["none", "cast", "order", "bool"]
 
@@ -53,7 +52,7 @@ _INTEGER_OF_SIZE: Final[dict[int, DType]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Reduction:
     """How arrays of one dtype are reduced with one operation.
 

@@ -7,7 +7,6 @@ is the usual case; otherwise they are exchanged (`core_gather` knows them before
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -20,7 +19,7 @@ from mpidist import _native
 from mpidist._agreement.channel import NOWHERE
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
-from mpidist._base.types import Array, DType, Shape
+from mpidist._base.types import Array, DType, Shape, record
 from mpidist._collectives.plan import Plan, Results
 from mpidist._collectives.resources import Resources
 from mpidist._collectives.transports import Transports
@@ -36,7 +35,7 @@ Lengths: TypeAlias = Sequence[int]
 HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class GatherLeaf:
     """What is known of a leaf: everything except its values and its length.
 
@@ -70,7 +69,7 @@ class GatherLeaf:
         return (*self.before, length, *self.after)
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class GatherSignature:
     """What is known of a call before its values and lengths.
 

@@ -22,7 +22,6 @@ ranks have the memory, or none has, and all know why.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import tempfile
@@ -34,6 +33,7 @@ from typing import Any, Final, TypeVar
 from mpidist import _native
 from mpidist._base.machine import SHARED_MEMORY
 from mpidist._base.memory import PAGE
+from mpidist._base.types import record
 from mpidist._mpi.communicator import Communicator
 
 # Of a piece area: two of each rank, and the piece itself, fit into a core's cache. On
@@ -59,7 +59,7 @@ _ABANDONED_SECONDS: Final = 60.0  # from when on a file that nobody has locked i
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Node:
     """What the ranks of a node share.
 

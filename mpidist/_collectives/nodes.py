@@ -15,7 +15,6 @@ make a step between them.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
 import numpy as np
@@ -24,7 +23,7 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._base import threads
 from mpidist._base.memory import LINE
-from mpidist._base.types import HostArray
+from mpidist._base.types import HostArray, record
 from mpidist._collectives.node import Node, open_node
 from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.communicator import Communicator
@@ -37,7 +36,7 @@ simulated nodes of two ranks 16 KiB took 3.9 times raw MPI's time, and 1.1 witho
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Nodes:
     """One of several nodes, as a rank sees it.
 
@@ -71,7 +70,7 @@ class Nodes:
         return [self.ranks[k] for k in self.node.channel.missing()]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class SharedMemory:
     """What the ranks of a strategy share, if anything; the same on all ranks.
 

@@ -14,7 +14,6 @@ alone.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.cache import Cache
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import Array, DType, HostArray, Nest, Shape
+from mpidist._base.types import Array, DType, HostArray, Nest, Shape, record
 from mpidist._collectives.compression import Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.resources import Resources
@@ -42,7 +41,7 @@ Results: TypeAlias = list[Any]
 Key: TypeAlias = tuple[object, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Leaf:
     """What the plan of a reduction knows of a leaf: everything except its values."""
 
@@ -147,7 +146,7 @@ def _name_of(dtype: DType) -> str:
     return f"{dtype.kind}{dtype.itemsize}"
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Signature:
     """What is known of a reduction before its values.
 

@@ -16,6 +16,7 @@ from mpidist._base import gpus
 from mpidist._base.environment import Environment
 from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationImplementation
+from mpidist._base.types import record
 from mpidist._collectives.nccl import NcclTransport, connect
 from mpidist._collectives.staged import HostMemory, StagedTransport
 from mpidist._collectives.transports import DirectTransport, Transport, Transports
@@ -33,7 +34,7 @@ _INSTEAD = (
 _told: set[str] = set()
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Finding:
     """What one rank finds.
 
@@ -56,7 +57,7 @@ class Finding:
     no_nccl: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Decision:
     """What all ranks decide from their findings.
 

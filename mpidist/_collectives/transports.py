@@ -6,7 +6,6 @@ arrays and one for GPU arrays; `transport_choice` chooses them.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from mpidist import _native
@@ -14,7 +13,7 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._base import backend
 from mpidist._base.reduce_op import MPIOp
-from mpidist._base.types import Array, DType
+from mpidist._base.types import Array, DType, record
 from mpidist._mpi.any_communicator import AnyCommunicator
 
 
@@ -111,7 +110,7 @@ class DirectTransport(Transport):
         self.comm.all_gather(send, receive, counts)
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Transports:
     """The transports of a strategy: one for host arrays, one for GPU arrays.
 

@@ -8,18 +8,19 @@ it starts without a launcher is not taken for one of many.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpidist._base.types import record
+
 ALLOW_ALONE = "MPIDIST_ALONE"
 """The environment variable that allows processes that MPI does not connect."""
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Launch:
     """How this process was started.
 

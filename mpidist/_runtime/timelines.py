@@ -26,7 +26,6 @@ from mpidist._base.errors import format_ranks
 from mpidist._mpi import library
 from mpidist._mpi.communicator import Communicator
 from mpidist._runtime import process_exit
-from mpidist._timeline import files
 from mpidist._timeline.observer import Calls, Observer
 from mpidist._timeline.recorder import Recorder
 from mpidist._timeline.trace import Lines
@@ -168,6 +167,8 @@ def _merge(recording: _Recording) -> None:
     """Merge the parts into one file, if this is rank 0."""
     if recording.rank != 0:
         return
+    from mpidist._timeline import files  # which other programs need not import
+
     path = recording.path
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:

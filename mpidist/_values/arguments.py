@@ -5,7 +5,6 @@ Nothing here communicates, and nothing changes the variable.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import warnings
 from typing import Any, Final, TypeVar
@@ -18,7 +17,7 @@ from mpidist._base.errors import level_of_caller
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.threads import ReplicaLocal
-from mpidist._base.types import Array, DType, Nest, Shape
+from mpidist._base.types import Array, DType, Nest, Shape, record
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._runtime.context import Frame, Level
 from mpidist._values.array_like import to_plain
@@ -35,7 +34,7 @@ _NOT_COMBINED: Final = ("scatter_min", "scatter_max", "scatter_update")
 _warned: Final[ReplicaLocal[list[str]]] = ReplicaLocal(list)
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Attributes:
     """The name of a variable, how its copies are combined, and what that rules out."""
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import platform
 from collections.abc import Mapping
 
 from mpidist._base import threads
+from mpidist._base.types import record
 from mpidist._mpi import launcher, library
 from mpidist.cluster._hostlist import expand_tasks_per_node
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Process:
     """This process among those that its launcher started.
 

@@ -15,7 +15,6 @@ replicas that are left, and a spare goes on with those of the one that it replac
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import pickle
 from collections.abc import Collection, Sequence
@@ -27,7 +26,7 @@ from mpidist._base.errors import (
     by_value,
     on_rank,
 )
-from mpidist._base.types import HostArray
+from mpidist._base.types import HostArray, record
 from mpidist._checkpoints import exchange, restoring, state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
@@ -35,7 +34,7 @@ from mpidist._checkpoints.items import GeneratorItem, Item, StateItem, VariableI
 from mpidist._checkpoints.state_json import Json, Packed, own_copy
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Commit:
     """A copy of a state.
 

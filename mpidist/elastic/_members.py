@@ -39,6 +39,7 @@ import numpy as np
 
 from mpidist._agreement.polling import poll
 from mpidist._base.errors import CollectiveTimeoutError
+from mpidist._base.types import record
 from mpidist._mpi import library, survival
 from mpidist._mpi.library import MpiComm, MpiRequest
 
@@ -217,7 +218,7 @@ def lost(before: Round, current: Round) -> list[int]:
     return [k for k, rank in enumerate(before.placement.ranks) if rank in ranks]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Member:
     """What a process tells the others when they meet.
 

@@ -6,7 +6,6 @@ operations of a step read and write memory once. All blocks share their scratch 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -17,7 +16,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, checksums, partition
 from mpidist._base.errors import CheckpointError
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import Array, DType, HostArray, Nest
+from mpidist._base.types import Array, DType, HostArray, Nest, record
 from mpidist._collectives.plan import Plan
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -39,7 +38,7 @@ from mpidist.optimizers._clipping import blocks, norm_scratch, scales_for
 Numbers = tuple[float, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class Block:
     """A block of a variable and of its slots, and scratch memory: all flat.
 

@@ -187,11 +187,15 @@ def check(where, *more):
     loaded = [m for m in names if m in sys.modules]
     assert not loaded, f"{where} imported {loaded}"
 
-# Public modules that are imported at their first use.
+# What is imported at its first use.
+rooms = ("mpidist._checkpoints", "mpidist._timeline.files")
 later = ("data", "elastic", "losses", "metrics", "optimizers", "summary", "testing")
-check("import mpidist", *(f"mpidist.{name}" for name in later))
+check("import mpidist", *rooms, *(f"mpidist.{name}" for name in later))
 assert {*later, *mpidist.__all__} <= {*dir(mpidist)}
 assert mpidist.InputOptions is mpidist.data.InputOptions
+assert mpidist.Checkpoint.__module__ == "mpidist"
+handler = mpidist.experimental.PreemptionCheckpointHandler
+assert handler.__module__ == "mpidist.experimental"
 strategy = mpidist.get_strategy()
 assert not mpidist.has_strategy()
 context = mpidist.get_replica_context()
