@@ -93,6 +93,7 @@ s/\bkeras\.(losses|metrics)\.(MAE|mae|mean_absolute_error)\b/keras.losses.mean_a
 s/\b(tf\.|tensorflow\.)?keras\.(metrics|losses)\b/mpidist.\2/g
 s/\btf\.nest\./mpidist.nest./g
 s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.expect_partial\(\)/.restore(\1, partial=True)/g
+s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.assert_(existing_objects_matched|nontrivial_match)\(\)/.restore(\1, partial=True).assert_\3()/g
 s/\.save\(file_prefix *= */.save(/g
 s/\.restore\(save_path *= */.restore(/g
 s/(\btf\.(math\.)?reduce_\w+\(([^()]|\([^()]*\))*(\baxis *= *|, *))\[([0-9, -]+)\]/\1(\5,)/g

@@ -268,6 +268,12 @@ def _remedies(reports: list[Report]) -> list[str]:
             "The order of a `shuffle` without a seed depends on how many the rank has "
             "made before; give shuffle a seed"
         ]
+    if len(calls) > 1 == len({re.sub(r" = .*checksum \w+", "", x) for x in calls}):
+        return [
+            "Here, outside of replica functions, the value must be the same on all "
+            "ranks: pass what `strategy.reduce` or `strategy.gather` returns, or make "
+            "the call in a function for `strategy.run`, where each replica has its own"
+        ]
     for report in reports:
         for pattern, remedy in _ON_ONE_RANK.items():
             match = re.match(pattern, report.call)

@@ -55,6 +55,10 @@ class MPIClusterResolver(ClusterResolver):
         """Return the host of each task: ``{"worker": [...]}``, in rank order."""
         return ClusterSpec({"worker": self.hosts})
 
+    def get_task_info(self) -> tuple[str, int]:
+        """Return ``task_type`` and ``task_id``, as `SlurmClusterResolver` does."""
+        return self.task_type, self.task_id
+
     def master(
         self,
         task_type: str | None = None,

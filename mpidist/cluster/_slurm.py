@@ -92,8 +92,8 @@ class SlurmClusterResolver(ClusterResolver):
         if found is not None and not found.launcher.startswith("srun"):
             raise RuntimeError(
                 f"SlurmClusterResolver: this process was started by {found.launcher}, "
-                "and SLURM's variables describe its daemons, not the ranks; use "
-                "`strategy.cluster_resolver` of an `mpidist.MPIStrategy`"
+                "and SLURM's variables describe its daemons, not the ranks; write "
+                "`resolver = mpidist.MPIStrategy().cluster_resolver` in its place"
             )
         self._rank: int | None = None
         list_of_nodes, tasks = "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"

@@ -238,6 +238,7 @@ def test_a_plain_value_that_differs(strategy, rank, size, how, length):
     )
     for message in messages:
         assert f"Variable 'v'.{how}" in message
+        assert "the value must be the same on all ranks: pass what" in message
         assert f"rank {size - 1}" in message
     assert_mirrored(strategy, v, np.ones(shape))
     v.assign(np.zeros(shape))

@@ -193,3 +193,4 @@ def test_nodes_of_one_name_are_different_nodes():
     assert "task 1 of 4, on 2 nodes (n)" in repr(resolver)
     assert MPIClusterResolver(("a", "b", "a"), 0, devices[:3]).nodes == (0, 1, 0)
     assert resolver.master("worker", 3, "grpc") == "grpc://n"
+    assert resolver.get_task_info() == ("worker", 1)

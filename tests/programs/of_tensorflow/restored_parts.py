@@ -32,6 +32,7 @@ with strategy.scope():
     m2.w = tf.Variable(tf.zeros([2]))
 only = tf.train.Checkpoint(model=m2)
 only.restore(saved).expect_partial()
+only.restore(saved).assert_existing_objects_matched()
 assert abs(m2.w.numpy()[0] - (1 - 0.1 * strategy.num_replicas_in_sync)) < 1e-6
 for name, shape in tf.train.list_variables(saved):
     print(name, shape)
