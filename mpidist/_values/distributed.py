@@ -47,7 +47,9 @@ class DistributedValues(Components, Generic[Own]):
         if len(values) != group.num_replicas:
             raise ValueError(
                 f"{name}: expected one component for each of the "
-                f"{group.num_replicas} replicas of {group}, got {len(values)}"
+                f"{group.num_replicas} replicas of {group}, got {len(values)}; "
+                "`values` of a PerReplica has this process's alone: write "
+                "`strategy.gather(x, axis=0)` for the rows of all"
             )
         self._all = tuple(values)
         self._replica_id = group.replica_id

@@ -443,6 +443,14 @@ def normalize(x, mean):
   return x
 
 given = tf.constant([[1.0, 2.0], [3.0, 4.0]], name="given")
+batch = {"k": tf.ones([2, 3, 4])}
+attended = tf.matmul(batch["k"] + 1.0, 2.0 * batch["k"][:, :2], transpose_b=True)
+both = tf.matmul(given - 1.0, tf.abs(given + 0.0), transpose_a=True, transpose_b=True)
+labels = tf.one_hot(tf.cast(given[0], tf.int32), len(given) + 1, dtype=tf.float32)
+larger = tf.where(
+    given > 2.0, given, 0.0)
+tf.summary.image("given", given, step=0)
+tf.summary.trace_on(graph=True)
 normal = normalize(given, tf.convert_to_tensor([[1.0, 2.0]], "float64", name='mean'))
 names = ["a"]
 same = names
@@ -467,6 +475,12 @@ class Layer(tf.Module):
   def __init__(self):
     self.v = tf.Variable(1.0)
 
+path = tf.train.Checkpoint(v=tf.Variable(1.0)).save(CHECKPOINTS + "/saved")
+reader = tf.compat.v1.train.NewCheckpointReader(path)
+shapes = reader.get_variable_to_shape_map()
+loss: tf.Tensor = tf.reduce_sum(given)
+known = isinstance(loss, tf.Tensor), isinstance(2.0, (float, tf.Tensor)), isinstance(
+    loss, (tf.Tensor, type(None)))
 collected = []
 text = collect(collected, Layer(), Layer())
 
@@ -488,6 +502,12 @@ except tf.errors.InvalidArgumentError:
         False,
     )
     assert found["given"].tolist() == [[1.0, 2.0], [3.0, 4.0]]  # unchanged
+    assert (found["attended"].shape, found["attended"][1, 2, 1]) == ((2, 3, 2), 16.0)
+    assert found["both"].tolist() == [[4.0, 8.0], [7.0, 15.0]]
+    assert found["labels"].tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    assert found["larger"].tolist() == [[0.0, 0.0], [3.0, 4.0]]
     assert found["normal"].tolist() == [[-1.0, 2.0], [6.0, 10.0]]
     assert (found["same"], found["count"]) == (["a", "b"], 2)
+    assert found["known"] == (True, True, True)
+    assert found["shapes"] == {"v": []}
     assert (len(found["collected"]), found["text"]) == (2, "two\nlines")
