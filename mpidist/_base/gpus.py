@@ -12,7 +12,6 @@ import warnings
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from mpidist._base.expect import expect
 from mpidist._base.types import DeviceArray, HostArray, record
@@ -104,10 +103,10 @@ def count_gpus() -> tuple[int, str]:
 # --- streams and page-locked memory, for copies beside other work -------------------
 
 
-def pinned_empty(count: int, dtype: npt.DTypeLike) -> HostArray:
-    """Return a NumPy array in page-locked memory, for copies to and from a GPU."""
+def pinned_empty(nbytes: int) -> HostArray:
+    """Return bytes (uint8) in page-locked memory, for copies to and from a GPU."""
     cupyx = importlib.import_module("cupyx")
-    return cupyx.empty_pinned(count, dtype)
+    return cupyx.empty_pinned(nbytes, "u1")
 
 
 def current_stream() -> Stream:

@@ -127,7 +127,6 @@ class Copies:
             The values; host arrays on a rank whose device is the host.
         """
         call, guard = Call(text), self.resources.guard
-        values: list[Any] = []
         if self.resources.comm.rank == 0:
             with guard.checking(call):
                 values = make()
@@ -218,9 +217,8 @@ class Copies:
             if error is not None:
                 raise error
 
-        guard = self.resources.guard
-        guard.agree_on(_MEMORY, largest=int(error is not None))
-        if guard.largest:
+        self.resources.guard.agree_on(_MEMORY, largest=int(error is not None))
+        if self.resources.guard.largest:
             self.resources.comm.together(failed, call)
         return memory
 

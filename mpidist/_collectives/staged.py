@@ -44,10 +44,10 @@ class HostMemory:
         """Return the memory, with ``nbytes`` if it may and can have so many."""
         first, memory = min(_FIRST_BYTES, self._most), self._memory
         if memory is None:
-            memory = self._memory = gpus.pinned_empty(first, "u1")
+            memory = self._memory = gpus.pinned_empty(first)
         if memory.size < min(nbytes, self._most):
             try:
-                memory = self._memory = gpus.pinned_empty(self._most, "u1")
+                memory = self._memory = gpus.pinned_empty(self._most)
             except Exception:  # of CUDA
                 self._most = memory.size
         return memory

@@ -1,9 +1,9 @@
 """Updates: a function runs on every rank, and changes its copies of variables.
 
 All updates run in an `UpdateBatch`: one after the other, and a join at the end. A batch
-is a section (`sections`), which ends when it has ended on all ranks. What each update has
-written and returned is reduced to a few numbers. The header of the join contains the
-fingerprint of all these numbers, and so shows whether they are the same on all ranks.
+is a section (`sections`), which ends when it has ended on all ranks. What each update
+has written and returned is reduced to a few numbers. The header of the join contains
+the fingerprint of these numbers, and so shows whether they are the same on all ranks.
 If an update fails on some rank, all ranks raise, and all copies that were written are
 made equal to rank 0's.
 

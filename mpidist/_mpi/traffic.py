@@ -88,6 +88,6 @@ class Traffic:
         self.bytes.update(nbytes)
 
     def count(self, kind: str, nbytes: int) -> None:
-        """Add one collective of ``nbytes`` of this rank's buffers, whatever moves them."""
+        """Add one collective, whatever moved these bytes of this rank's buffers."""
         self.calls[kind] += 1
         self.bytes[kind] += nbytes

@@ -64,14 +64,14 @@ def times_of(timeline: Timeline) -> dict[int, RankTime]:
     return found
 
 
-def largest_waits(timeline: Timeline, most: int = _MOST_WAITS) -> list[Span]:
+def largest_waits(timeline: Timeline) -> list[Span]:
     """Return the longest wait of each of the calls with the longest waits."""
     waits = [span for span in timeline.spans if span.waited]
     waits.sort(key=lambda span: -span.waited)
     longest: dict[tuple[int, int, str], Span] = {}
     for span in waits:
         longest.setdefault((span.strategy, span.number, span.kind), span)
-    return list(longest.values())[:most]
+    return list(longest.values())[:_MOST_WAITS]
 
 
 def calls_of(timeline: Timeline) -> list[list[Span]]:

@@ -320,7 +320,7 @@ class SparseCategoricalCrossentropy(_OfFunction):
         self._options = {"from_logits": from_logits}
 
     def _derivative(self, y_true: Nest, y_pred: Nest) -> tuple[Pair, Any]:
-        y = one_hot(y_true, y_pred, "sparse_categorical_crossentropy")
+        y = one_hot(y_true, y_pred)
         if self._options["from_logits"]:
             return y, _slope_of_logits(y, y.pred)
         p = clipped(y.xp, y.pred)

@@ -136,7 +136,7 @@ def sparse_categorical_crossentropy(
             gives it a loss of 0).
     """
     check_options("sparse_categorical_crossentropy", axis=axis)
-    y = one_hot(y_true, y_pred, "sparse_categorical_crossentropy")
+    y = one_hot(y_true, y_pred)
     logits = y.pred if from_logits else y.xp.log(clipped(y.xp, y.pred))
     return cross_entropy(y, log_softmax(y.xp, logits))
 
@@ -230,7 +230,8 @@ def check_options(
     expect(fits, call, what, label_smoothing, error=ValueError)
 
 
-def one_hot(y_true: Nest, y_pred: Nest, call: str) -> Pair:
+def one_hot(y_true: Nest, y_pred: Nest) -> Pair:
+    call = "sparse_categorical_crossentropy"
     y = pair(y_true, y_pred, call, classes=True)
     pred = y.pred
     n = pred.shape[-1]

@@ -199,11 +199,11 @@ def test_pinned_memory_grows_once(monkeypatch, new_strategy, rank, size, refused
     monkeypatch.setattr(staged_module, "_FIRST_BYTES", PIECE)
     asked, pinned_empty = [], staged_module.gpus.pinned_empty
 
-    def ask(count, dtype):
-        asked.append(count)
+    def ask(nbytes):
+        asked.append(nbytes)
         if refused and rank == size - 1 and len(asked) > 1:
             raise MemoryError("no page-locked memory left")
-        return pinned_empty(count, dtype)
+        return pinned_empty(nbytes)
 
     monkeypatch.setattr(staged_module.gpus, "pinned_empty", ask)
     strategy = new_strategy(device="gpu", implementation="STAGED")
