@@ -248,7 +248,7 @@ def test_constructor_errors(strategy, size, kind):
         for number in (size + 1, size - 1, 0):
             with pytest.raises(ValueError, match=f"{size} replicas") as caught:
                 kind([1.0] * number)
-            assert f"got {number}" in str(caught.value)
+            assert f"got {number}; `values` of a PerReplica has" in str(caught.value)
         value = kind((1.0,) * size)
         assert own(strategy, strategy.run(lambda x: 2 * x, args=(value,))) == 2.0
     # Outside the scope one replica is in force.
