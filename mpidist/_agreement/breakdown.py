@@ -175,9 +175,10 @@ class Breakdown:
             error = self.failed(error)
         if not self.why and self._comm.size > 1:
             # Without a call: after a RecursionError there may be no frame for one.
+            text = f": {error}" if type(error) is RuntimeError else ""
             why = (
                 f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
-                f"{what}; {_UNUSABLE}"
+                f"{what}{text}; {_UNUSABLE}"
             )
             self.state, self.why = State.GAVE_UP, why
             state.blocked = True

@@ -134,8 +134,9 @@ def _not_an_array(x: object) -> str:
     kind = type(x).__name__
     if x is None:
         return (
-            "expected an array or a number, got None; leave out what has no value "
-            "(for example the gradient of an unused variable)"
+            "expected an array or a number, got None; leave out what has no value on "
+            "any rank, such as the gradient of an unused variable, and pass zeros of "
+            "the same shape where only some ranks have none"
         )
     if isinstance(x, (list, tuple, range)):
         return (

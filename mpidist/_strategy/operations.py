@@ -55,7 +55,8 @@ def _call_for_each_replica(
     call = call_of(f"the end of run({name})")
 
     def body(section: SectionResult) -> Nest:
-        expect(callable(fn), "run", "`fn` to be a function", fn)
+        hint = "write `strategy.run(fn, args=(x,))`, not `strategy.run(fn(x))`"
+        expect(callable(fn), "run", "`fn` to be a function", fn, hint)
         check_arguments("run", args, kwargs)
         for leaf in nest.flatten((args, kwargs))[0] if args or kwargs else ():
             registry.check("Strategy.run", leaf)

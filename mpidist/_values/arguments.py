@@ -203,7 +203,8 @@ def convert(
     if x.dtype != dtype and not _fits(x, dtype, python_numbers):
         raise ValueError(
             f"{call}: expected a value that fits into {dtype.name}, got "
-            f"{backend.describe(x)}; write `value.astype({dtype.name!r})`"
+            f"{backend.describe(x)}; make the variable with `dtype={x.dtype.name!r}`, "
+            f"or write `numpy.asarray(value).astype({dtype.name!r})`, which may cut off"
         )
     if x.dtype != dtype:
         x = x.astype(dtype)

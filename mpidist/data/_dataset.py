@@ -80,9 +80,12 @@ class Dataset(metaclass=_Names):
             name: accepted.
 
         Raises:
-            TypeError: if it is none of these.
+            TypeError: if it is none of these, or the name is no str.
             ValueError: if the first dimensions differ, or there is none.
         """
+        hint = "write `from_tensor_slices((x, y))` for the rows of several arrays"
+        is_name = name is None or isinstance(name, str)
+        expect(is_name, "Dataset.from_tensor_slices", "`name` to be a str", name, hint)
         return cls(slices_of(tensors))
 
     @classmethod

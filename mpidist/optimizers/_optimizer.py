@@ -423,7 +423,7 @@ class Optimizer:
             try:
                 pairs.extend(grads_and_vars)
                 if name is not None:
-                    hint = "write `global_step=step`"
+                    hint = "write `global_step=step`, or one list of pairs: `zip(g, v)`"
                     expect(isinstance(name, str), APPLY, _NAME, name, hint)
                 if global_step is not None:
                     what = "`global_step` to be a `mpidist.Variable`"

@@ -374,6 +374,8 @@ def test_values_that_do_not_fit(strategy, initial, value, kind):
     v = make(strategy, initial, name="target")
     for message in raises_everywhere(kind, lambda: v.assign(value)):
         assert "Variable 'target'.assign" in message
+        if "fits into" in message:
+            assert f"`numpy.asarray(value).astype('{initial.dtype}')`" in message
     assert_mirrored(strategy, v, initial)
 
 

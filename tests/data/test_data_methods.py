@@ -686,6 +686,11 @@ D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
             ValueError,
             r"same first dimension, got shapes \(\(3,\), \(4,\)\)",
         ),
+        (
+            lambda: D.from_tensor_slices(np.ones(3), np.ones(3)),
+            TypeError,
+            r"`name` to be a str, got .* write `from_tensor_slices\(\(x, y\)\)`",
+        ),
         (lambda: D.from_tensor_slices("text"), ValueError, "at least one"),
         (lambda: D.from_tensor_slices(None), TypeError, "got None"),
         (lambda: D.from_tensor_slices(np.ma.masked_array([1])), TypeError, "masked"),

@@ -177,7 +177,7 @@ def test_a_rank_that_gives_up_after_its_part_of_a_call_does_not_end_it(
         return
     guard = group_of(strategy).guard
     if rank == last:
-        guard.abandon(None, KeyboardInterrupt())
+        guard.abandon(None, RuntimeError("two threads"))
     else:
         while not guard.broken:
             guard.waits.look("a wait", 0.1)
@@ -185,6 +185,7 @@ def test_a_rank_that_gives_up_after_its_part_of_a_call_does_not_end_it(
             guard.waits.look("a wait", 0.2)
     rows = outcomes(lambda: strategy.run(lambda: None))
     assert {row.name for row in rows} == {"CollectiveTimeoutError"}
+    assert ": two threads; " in rows[last].message
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "merge_call"])

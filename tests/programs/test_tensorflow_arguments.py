@@ -107,6 +107,10 @@ def test_the_global_step_is_counted(strategy, v, size):
         TypeError, lambda: optimizer.apply_gradients([(np.ones(3), v)], step)
     ):
         assert "write `global_step=step`" in message
+    for message in raises_everywhere(
+        TypeError, lambda: optimizer.apply_gradients([np.ones(3)], [v])
+    ):
+        assert "`zip(g, v)`" in message
     assert int(step) == int(optimizer.iterations) == 2
 
 
