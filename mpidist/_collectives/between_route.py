@@ -121,8 +121,8 @@ def _new_core(
     guard, rows = resources.guard, signature.nest.rows
     nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
     number = signature.call.fingerprint
-    arguments = guard.channel, rows, number, guard.patience_ms
+    arguments = guard.channel, rows, 0, number, guard.patience_ms, True
     if algorithm is None:
-        return _native.core.BetweenReduce(*arguments, nbytes=nbytes)
+        return _native.core.Reduce(*arguments, nbytes=nbytes)
     handles = [handles_of(row.dtype, row.operation) for row in rows]
-    return _native.core.BetweenReduce(*arguments, algorithm[:3], handles, nbytes)
+    return _native.core.Reduce(*arguments, algorithm[:3], handles, nbytes)

@@ -77,7 +77,7 @@ def _behind_header(channel: Channel, x: HostArray) -> HostArray:
     total = np.zeros_like(x)
     if _native.core is not None and type(channel) is _native.core.Between:
         leaf = _native.ReduceLeaf("f4", "SUM", x.shape, 0)
-        reduce = _native.core.BetweenReduce(channel, [leaf], _FINGERPRINT, 0)
+        reduce = _native.core.Reduce(channel, [leaf], 0, _FINGERPRINT)
         status = reduce.eager(x, total)
         counts: _native.Between = channel
         counts.reductions = counts.reduced = 0  # it is no call of the user

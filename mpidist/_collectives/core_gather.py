@@ -23,7 +23,6 @@ import numpy as np
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, NOWHERE, LeftError
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
 from mpidist._base.types import Array, HostArray
 from mpidist._collectives.mpi_gather import (
     HAVE_MEMORY,
@@ -33,7 +32,7 @@ from mpidist._collectives.mpi_gather import (
     MpiGather,
 )
 from mpidist._collectives.node import Node
-from mpidist._collectives.plan import Plan, Results, as_buffers
+from mpidist._collectives.plan import Plan, Results
 from mpidist._collectives.pool import array_in
 from mpidist._collectives.resources import Resources
 
@@ -62,8 +61,7 @@ class HeaderGather(Plan):
         self._axes = [leaf.axis for leaf in leaves]
         self.large = large
         self._core = core
-        self._raw = any(backend.is_bfloat16(leaf.dtype) for leaf in leaves)
-        if len(leaves) == 1 and not self._raw:
+        if len(leaves) == 1:
             self.quick = core
             self.quick_bytes = quick_bytes
 
@@ -77,7 +75,7 @@ class HeaderGather(Plan):
         guard, call, meet = self._guard, self.call, self._core.meet
         guard.settle()  # the communication thread may be in the core
         lengths = tuple([x.shape[k] for x, k in zip(arrays, self._axes, strict=True)])
-        sources = as_buffers(arrays) if self._raw else list(arrays)
+        sources = list(arrays)
         memory: Memory | None = None
         if not self._core.fits(lengths):
             with guard.checking(call):
@@ -126,7 +124,7 @@ class HeaderGather(Plan):
             ]
         except MemoryError as error:
             raise self._guard.fail(self.call, error) from None
-        self._core.get(as_buffers(results) if self._raw else results)
+        self._core.get(results)
         return results
 
 

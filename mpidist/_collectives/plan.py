@@ -122,13 +122,12 @@ class CoreNest:
         return self.raw(found)
 
     def raw(self, arrays: list[Array]) -> list[Array]:
-        """Return arrays with the buffer protocol."""
-        return as_buffers(arrays) if self._views else arrays
-
-
-def as_buffers(arrays: Sequence[Array]) -> list[Array]:
-    """Return arrays with the buffer protocol, which bfloat16 lacks."""
-    return [x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays]
+        """Return arrays of NumPy's own dtypes, as the core expects them."""
+        if not self._views:
+            return arrays
+        return [
+            x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays
+        ]
 
 
 def _travels_as(leaf: Leaf, wide: bool) -> DType:

@@ -41,8 +41,7 @@ Pool: TypeAlias = Any
 Slot: TypeAlias = Any
 """Memory of an arena, with the buffer protocol; free again when nothing views it."""
 Reduce: TypeAlias = Any
-"""All-reduces of nests of one layout; also a `BetweenReduce`, behind a header
-of `Between`."""
+"""All-reduces of nests of one layout."""
 Gather: TypeAlias = Any
 """All-gathers of nests of one layout."""
 ArrayCall: TypeAlias = Any

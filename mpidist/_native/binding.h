@@ -1,10 +1,9 @@
 /* What the files of the binding share.  These are all that know Python:
 
    - py_memory.c: `Memory`, a file that is mapped; `Pool` and `Slot`, parts of it;
-   - py_channel.c: `Channel`, and how a call begins, waits and ends;
+   - py_channel.c: how a call begins, waits and ends; `Channel`, headers in shared memory;
    - py_between.c: `Between`, headers between ranks that share no memory;
-   - py_reduce.c: `Reduce`, the all-reduce of a nest; `BetweenReduce`, behind a header of
-     `Between`;
+   - py_reduce.c: `Reduce`, the all-reduce of a nest;
    - py_gather.c: `Gather`, the all-gather of a nest;
    - py_calls.c: `CallState` and `ArrayCall`, a call with a small array without Python in
      between;
@@ -42,20 +41,39 @@ typedef struct Memory {
   struct Memory *before, *after; /* of those that are mapped files */
 } Memory;
 
+/* What carries headers: a Channel or a Between, which both begin with it. */
+typedef struct Carrier Carrier;
 typedef struct {
+  /* Exchange a header, with what `small` adds to it; return the status, or -1 with an exception.
+     `keeper` keeps the nest of `small`, whose sources and results may be NULL: its bytes are in
+     the room behind the header already, and stay there. */
+  int (*meet)(Carrier *self, const md_header *header, const md_small *small, PyObject *keeper);
+  /* Publish a header; -1: an exception.  And its status, once it is there; MISSING: not yet. */
+  int (*start)(Carrier *self, const md_header *header);
+  int (*test)(Carrier *self);
+} Medium;
+enum { MISSING = -2 };
+
+struct Carrier {
   PyObject_HEAD
-  Memory *memory;
+  const Medium *medium;
+  int rank, size;
+  int busy;           /* a call is under way, which began at `start` */
+  int active, moves;  /* requests of MPI in progress; whether they are of data */
+  double start, last; /* of this header, and of the one before */
+  double seconds;     /* spent in calls */
   PyObject *pause;
-  double last, seconds;
-  unsigned long results_in_arena, sources_in_arena; /* calls of `Reduce.shared` so far */
-  unsigned long reductions;                         /* all that `Reduce` has done */
-  unsigned long long reduced;                       /* bytes of this rank's arrays in them */
-  unsigned long gathers;                            /* all that `Gather` has done */
-  unsigned long long gathered;                      /* bytes of this rank's arrays in them */
-  int busy; /* a call is under way, which began at `start` */
-  double start;
   PyThreadState *released; /* of its thread, while it has given the GIL away */
-  md_header started;       /* by `start`, for `test` */
+  md_verdict *verdict;     /* of the last header */
+  unsigned long reductions, gathers;    /* all that `Reduce` and `Gather` have done */
+  unsigned long long reduced, gathered; /* bytes of this rank's arrays in them */
+};
+
+typedef struct {
+  Carrier carrier;
+  Memory *memory;
+  unsigned long results_in_arena, sources_in_arena; /* calls of `Reduce.shared` so far */
+  md_header started;                                /* by `start`, for `test` */
   md_channel channel;
 } Channel;
 
@@ -66,22 +84,22 @@ typedef int (*mpi_iallgather)(const void *, int, intptr_t, void *, int, intptr_t
 #define MOST_REQUESTS 64
 
 typedef struct Between {
-  PyObject_HEAD
+  Carrier carrier;
   Py_buffer sent, received; /* elements: a header each, and room for a payload */
-  int rank, size, who;
+  int who;
   int merges; /* MPI merges the elements of all into one; otherwise all have those of all */
   size_t room, share; /* of a payload; of a rank's part of one that all gather */
   int64_t key;                       /* by which `md_between_op` finds it */
   void *persistent, *status; /* an MPI_Request, NULL where MPI has no such ones; an MPI_Status */
   int (*mpi_start)(void *), (*mpi_test)(void *, int *, void *);
-  PyObject *address_of, *fail, *owner, *wait, *pause;
+  PyObject *address_of, *fail, *owner, *wait;
   struct {
     mpi_iallreduce iallreduce;
     mpi_iallgather iallgather;
     intptr_t comm, byte, element, op; /* handles */
   } mpi;
-  /* Of the header, or the data, in progress. */
-  int active, next, moves;       /* requests; those that have completed; whether it is data */
+  /* Of the header, or the data, in progress: of its `active` requests. */
+  int next;                      /* how many have completed */
   void *pending[MOST_REQUESTS];  /* where they are */
   intptr_t requests[MOST_REQUESTS];
   unsigned char *scratch; /* for data */
@@ -90,11 +108,8 @@ typedef struct Between {
   int64_t fingerprint;
   PyObject *keeper;
   int first_tests; /* before the first yield */
-  int busy;        /* as of `Channel` */
-  double last, seconds, start;
   long long headers;
-  unsigned long reductions, gathers, iallreduces, iallgathers;
-  unsigned long long reduced, gathered;
+  unsigned long iallreduces, iallgathers;
   md_verdict verdict;
   struct Between *sibling; /* of those that merge */
 } Between;
@@ -122,29 +137,36 @@ typedef struct {
   char cut_off;                      /* an exception came in the middle of a call */
 } CallState;
 
+/* The arrays of a call that is under way: of this rank, and for results. */
+typedef struct {
+  PyObject **arrays;
+  int count;
+} Kept;
+
 /* What an array must be, to be a leaf. */
 typedef struct {
   char kind; /* NumPy's, of the memory: bfloat16 comes as 'u' */
-  Py_ssize_t itemsize;
+  npy_intp itemsize;
   int ndim;
-  Py_ssize_t *shape;
+  npy_intp *shape;
 } Expected;
 
 typedef struct {
   PyObject_HEAD
-  Channel *channel; /* NULL in a BetweenReduce */
-  Between *between; /* NULL in a Reduce */
+  Carrier *carrier; /* one of the next two; the other is NULL */
+  Channel *channel;
+  Between *between;
   md_nest nest;
   Expected *expected;
   long long fingerprint, patience; /* of calls that name no others */
   md_shared call; /* between `start` and the last piece, for those who go step by step */
-  Py_buffer *views;
+  Kept kept;
   const void **sources;
   void **results;
-  int held; /* views in use */
   MovePlan move;
   size_t payload; /* bytes of all leaves */
-  int counts;     /* whether the channel counts it */
+  size_t room;    /* of a nest that travels with its header */
+  int counts;     /* whether the carrier counts it */
 } Reduce;
 
 /* Reduce the one leaf with its header, from and to C-contiguous, aligned memory; return the
@@ -159,14 +181,14 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  Channel *channel; /* this, or the next: where headers are exchanged */
+  Carrier *carrier; /* as of `Reduce` */
+  Channel *channel;
   Between *between;
   int count;
   GatherLeaf *leaves;
   int64_t *lengths; /* of this rank's leaves, in a call */
-  Py_buffer *views; /* of their memory */
-  md_rows *parts;   /* and where it goes */
-  int held;         /* views in use */
+  md_rows *parts;   /* their memory, and where it goes */
+  Kept kept;
   uint32_t number;                 /* of the header with the lengths */
   long long fingerprint, patience; /* of calls that name no others */
   char filled;                     /* whether the last call has filled its results */
@@ -187,44 +209,47 @@ void gather_to(const Gather *self, int leaf, unsigned char *out);
 /* `core.detach`, for the child of a fork. */
 PyObject *detach_memories(PyObject *module, PyObject *nothing);
 
-extern PyTypeObject MemoryType, PoolType, SlotType, ChannelType, BetweenType, ReduceType,
-    BetweenReduceType, GatherType, CallStateType, ArrayCallType;
+extern PyTypeObject MemoryType, PoolType, SlotType, CarrierType, ChannelType, BetweenType,
+    ReduceType, GatherType, CallStateType, ArrayCallType;
 
-/* Begin a call: -1 with an exception if the channel is not open, or is in a call.  What
-   `end_call` returns is the status, or NULL where `pause` has raised (`finish_call`: -1). */
-int begin_call(Channel *self);
-int finish_call(Channel *self, int status);
-PyObject *end_call(Channel *self, int status);
+/* TYPE_new, for tp_new, of TYPE_init: no object is half made, or made twice. */
+PyObject *make_object(PyTypeObject *type, PyObject *args, PyObject *kwargs, initproc init);
+#define MADE_BY_INIT(TYPE)                                                              \
+  static PyObject *TYPE##_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {   \
+    return make_object(type, args, kwargs, (initproc)TYPE##_init);                      \
+  }
+
+void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_verdict *verdict);
+/* Begin a call: -1 with an exception if one is under way.  And end it: return its status, or -1
+   where `pause` has raised. */
+int begin_call(Carrier *self);
+int end_call(Carrier *self, int status);
+/* A status for Python; NULL for -1. */
+PyObject *status_or_null(int status);
 /* -1 with an exception if a call is under way: for what would change that. */
 int require_idle(int busy);
-/* None for arrays that are not what a call expects: nothing was sent, and the caller copies
-   them.  Other exceptions than those of the buffer protocol stay. */
+/* Keep an array, and return its memory; NULL: it is none of NumPy's, or with a ValueError it is not
+   C-contiguous, or not writable though it is to be written.  And let go of all that were kept. */
+void *keep_array(Kept *kept, PyObject *x, int is_written);
+void let_go(Kept *kept);
+/* None after a ValueError of an array that is not what a call expects: nothing was sent, and the
+   caller copies it.  Other exceptions stay. */
 PyObject *other_arrays(void);
 /* In a call that takes long other threads of this process may run; a second call does nothing. */
-void release_gil(Channel *self);
-void acquire_gil(Channel *self);
+void release_gil(Carrier *self);
+void acquire_gil(Carrier *self);
 /* Take `item` as number i of a list or tuple; where there is none, let go of the list. */
 void put_item(PyObject **list, Py_ssize_t i, PyObject *item);
-/* The seconds of a clock that is that of all processes of a machine. */
-double now(void);
-/* The header of a call that has begun. */
-md_header header_of(Channel *self, long long fingerprint, long long patience);
-/* The arguments of `meet`; -1 with an exception.  And the header that they ask for: its call
-   begins at `start`, and that of the header before began at `last`. */
+/* The arguments of `Carrier.meet`.  And the header that they ask for, of a call that has begun. */
 enum { FLAG, FINGERPRINT, VALUE, LARGEST, PATIENCE, RESULT_OFFSET, WORDS };
-int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS]);
-md_header header_with(const long long words[WORDS], double start, double *last);
-PyObject *verdict_of(const md_verdict *verdict);
-/* Exchange a header, with what is in its room, or with `small`; return the status, or -1 with an
-   exception.  `keeper` keeps the nest of `small`, whose sources and results may be NULL: they are in
-   the room.  The second counts `nbytes`. */
-int between_meet(Between *self, const long long words[WORDS], const md_small *small,
-                 PyObject *keeper);
-int between_reduce(Between *self, long long fingerprint, long long patience,
-                   const md_small *small, const MovePlan *plan, size_t nbytes,
-                   PyObject *keeper);
-/* Allocate what `plan` needs; -1: an exception. */
+md_header header_with(Carrier *self, const long long words[WORDS]);
+/* A call that is a header: `Medium.meet`. */
+int meet_ranks(Carrier *self, const long long words[WORDS], const md_small *small,
+               PyObject *keeper);
+/* Allocate what `plan` needs for a nest that has no room behind its header, and reduce it behind
+   one; -1: an exception. */
 int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest);
+int between_move(Between *self, const MovePlan *plan, const md_small *small);
 /* The room for this rank's part of a payload that all gather, and the part of a rank: where headers
    are merged each has a share of the room, and the others leave it 0. */
 unsigned char *between_own_part(const Between *self);
@@ -233,7 +258,7 @@ const unsigned char *between_part(const Between *self, int rank);
 int between_gather(Between *self, const void *from, void *rows, size_t nbytes);
 /* Whether a call was broken off while MPI was moving data: MPI may still write to its results, and
    read its arrays. */
-int is_abandoned(const Between *self);
+int is_abandoned(const Carrier *self);
 void md_between_op(void *from, void *to, int *len, void *datatype);
 
 #endif

@@ -39,7 +39,7 @@ static void wake(_Atomic uint32_t *word, _Atomic uint32_t *sleepers) {
   if (atomic_load(sleepers)) syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
-static double now(void) {
+double md_now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -115,7 +115,7 @@ static int wait_on(md_channel *ch, const md_condition *c) {
     sched_yield();
     if (c->arrived(ch, c->arg)) return MD_OK;
   }
-  double start = now();
+  double start = md_now();
   for (;;) {
     if (c->arrived(ch, c->arg)) return MD_OK;
     int left = deserter(ch, c);
@@ -129,7 +129,7 @@ static int wait_on(md_channel *ch, const md_condition *c) {
     if (!c->arrived(ch, c->arg) && atomic_load(c->word) == seen) sleep_on(c->word, seen);
     atomic_fetch_sub(c->sleepers, 1);
     if (c->arrived(ch, c->arg)) return MD_OK;
-    if (ch->hooks.pause && ch->hooks.pause(ch->hooks.arg, now() - start)) return MD_STOPPED;
+    if (ch->hooks.pause && ch->hooks.pause(ch->hooks.arg, md_now() - start)) return MD_STOPPED;
   }
 }
 
@@ -305,7 +305,7 @@ void md_leave(md_channel *ch) {
 
 /* --- headers ------------------------------------------------------------------------ */
 
-void md_start(md_channel *ch, const md_header *header, md_small *small) {
+void md_start(md_channel *ch, const md_header *header, const md_small *small) {
   uint32_t number = ++ch->headers;
   *md_header_of(ch, ch->rank, number) = *header;
   if (small) md_small_put(small, ch->parts[ch->rank]->eager[number & 1]);
@@ -344,7 +344,7 @@ int md_judge_merged(md_verdict *verdict, const md_header *merged) {
   return status_of(verdict);
 }
 
-int md_judge(md_channel *ch, const md_header *header, md_small *small) {
+int md_judge(md_channel *ch, const md_header *header, const md_small *small) {
   uint32_t number = ch->headers;
   if (ch->tree) {
     ch->verdict = ch->common->verdict[number & 1];
@@ -360,7 +360,7 @@ int md_judge(md_channel *ch, const md_header *header, md_small *small) {
   return MD_OK;
 }
 
-int md_meet(md_channel *ch, const md_header *header, md_small *small) {
+int md_meet(md_channel *ch, const md_header *header, const md_small *small) {
   md_start(ch, header, small);
   int status = md_wait(ch);
   return status ? status : md_judge(ch, header, small);

@@ -154,11 +154,14 @@ md_layout md_lay_out(int size, size_t area_bytes, size_t arena_bytes);
 void md_open(md_channel *ch, void *memory, int size, int rank, size_t area_bytes,
              size_t arena_bytes, int crowded, int spins);
 
+/* Seconds of a clock that is that of all processes of a machine. */
+double md_now(void);
+
 /* Publish a header (with what `small` adds), wait for all ranks', and compare.  In two
    parts: `md_judge` once `md_wait` is done. */
-void md_start(md_channel *ch, const md_header *header, md_small *small);
-int md_judge(md_channel *ch, const md_header *header, md_small *small);
-int md_meet(md_channel *ch, const md_header *header, md_small *small);
+void md_start(md_channel *ch, const md_header *header, const md_small *small);
+int md_judge(md_channel *ch, const md_header *header, const md_small *small);
+int md_meet(md_channel *ch, const md_header *header, const md_small *small);
 /* For callers that exchange headers in another way: what the ranks with these headers, of which
    number `mine` is this one's, make of them, and the status. */
 int md_compare(md_verdict *verdict, const md_header *const *headers, int size, int mine);

@@ -109,10 +109,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",
 #endif
 
 PyMODINIT_FUNC PyInit__core(void) {
-  PyTypeObject *types[] = {&MemoryType,  &PoolType,   &SlotType,
-                           &ChannelType, &BetweenType, &ReduceType,
-                           &BetweenReduceType, &GatherType, &CallStateType,
-                           &ArrayCallType};
+  PyTypeObject *types[] = {&MemoryType, &PoolType,   &SlotType,      &ChannelType, &BetweenType,
+                           &ReduceType, &GatherType, &CallStateType, &ArrayCallType};
   const struct {
     const char *name;
     long value;

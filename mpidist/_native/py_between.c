@@ -54,7 +54,7 @@ static unsigned char *room_of(const Between *self) {
 unsigned char *between_own_part(const Between *self) {
   if (!self->merges) return room_of(self);
   memset(room_of(self), 0, self->room);
-  return room_of(self) + (size_t)self->rank * self->share;
+  return room_of(self) + (size_t)self->carrier.rank * self->share;
 }
 
 static void add_payload(const md_nest *nest, const unsigned char *a, unsigned char *b) {
@@ -89,24 +89,6 @@ void md_between_op(void *from, void *to, int *len, void *datatype) {
 
 /* --- a header ------------------------------------------------------------------------- */
 
-static int begin(Between *self) {
-  if (require_idle(self->busy)) return -1;
-  if (!self->owner || self->active) {
-    PyErr_SetString(PyExc_RuntimeError, self->owner ? "Between: a header was abandoned"
-                                                    : "Between: it is not open");
-    return -1;
-  }
-  self->busy = 1;
-  self->start = now();
-  return 0;
-}
-
-static int end(Between *self, int status) {
-  self->busy = 0;
-  self->seconds += now() - self->start;
-  return status;
-}
-
 /* -1 with an exception of MPI. */
 static int failed(Between *self, int code) {
   PyObject *none = PyObject_CallFunction(self->fail, "i", code);
@@ -133,6 +115,10 @@ static int start_collective(Between *self) {
 static int publish(Between *self, const md_header *header, const md_nest *nest,
                    PyObject *keeper) {
   md_header *sent = self->sent.buf;
+  if (self->carrier.active) {
+    PyErr_SetString(PyExc_RuntimeError, "Between: a header was abandoned");
+    return -1;
+  }
   *sent = *header;
   if (self->merges) {
     md_begin_merge(sent);
@@ -144,22 +130,18 @@ static int publish(Between *self, const md_header *header, const md_nest *nest,
   if (start_collective(self)) return -1;
   self->headers++;
   self->next = 0;
-  self->active = 1;
+  self->carrier.active = 1;
   return 0;
 }
 
 /* Whether the header, or what `move` has started, has completed; -1: an exception. */
 static int test_some(Between *self, int tests) {
-  if (!self->owner) {
-    PyErr_SetString(PyExc_RuntimeError, "Between: it is not open");
-    return -1;
-  }
-  for (int i = 0; i < tests && self->active; i++) {
+  for (int i = 0; i < tests && self->carrier.active; i++) {
     int done = 0, code = self->mpi_test(self->pending[self->next], &done, self->status);
     if (code) return failed(self, code);
-    if (done && ++self->next == self->active) self->active = 0;
+    if (done && ++self->next == self->carrier.active) self->carrier.active = 0;
   }
-  return !self->active;
+  return !self->carrier.active;
 }
 
 /* Return when it has completed; -1: an exception. */
@@ -175,7 +157,7 @@ static int wait_for_all(Between *self) {
   PyObject *none = PyObject_CallOneArg(self->wait, (PyObject *)self);
   if (!none) return -1;
   Py_DECREF(none);
-  if (!self->active) return 0;
+  if (!self->carrier.active) return 0;
   PyErr_SetString(PyExc_RuntimeError, "Between: `wait` has not waited");
   return -1;
 }
@@ -183,16 +165,16 @@ static int wait_for_all(Between *self) {
 /* The status of the header, which has completed. */
 static int judge(Between *self) {
   if (self->merges) return md_judge_merged(&self->verdict, self->received.buf);
-  const md_header *headers[self->size];
-  for (int r = 0; r < self->size; r++)
+  const md_header *headers[self->carrier.size];
+  for (int r = 0; r < self->carrier.size; r++)
     headers[r] = (const md_header *)(payload_of(self, r) - sizeof(md_header));
-  return md_compare(&self->verdict, headers, self->size, self->rank);
+  return md_compare(&self->verdict, headers, self->carrier.size, self->carrier.rank);
 }
 
 static void take_sum(Between *self, const md_small *small, const unsigned char *const *payloads,
                      int merged) {
   if (!merged) {
-    md_small_sum(small, payloads, self->rank, self->size, NULL);
+    md_small_sum(small, payloads, self->carrier.rank, self->carrier.size, NULL);
     return;
   }
   for (int i = 0; i < small->nest->count; i++) { /* all but the division was done */
@@ -206,8 +188,8 @@ static void take_sum(Between *self, const md_small *small, const unsigned char *
 }
 
 static void take_payload(Between *self, const md_small *small) {
-  const unsigned char *payloads[self->size];
-  for (int r = 0; r < (self->merges ? 1 : self->size); r++) payloads[r] = payload_of(self, r);
+  const unsigned char *payloads[self->carrier.size];
+  for (int r = 0; r < (self->merges ? 1 : self->carrier.size); r++) payloads[r] = payload_of(self, r);
   take_sum(self, small, payloads, self->merges);
 }
 
@@ -221,7 +203,7 @@ static unsigned char *scratch_of(Between *self, size_t nbytes) {
     PyErr_NoMemory();
     return NULL;
   }
-  if (!self->moves) free(self->scratch); /* otherwise it is leaked: MPI, or `move`, uses it */
+  if (!self->carrier.moves) free(self->scratch); /* otherwise it is leaked: MPI, or `move`, uses it */
   self->scratch = memory;
   self->scratch_bytes = nbytes;
   return memory;
@@ -230,7 +212,7 @@ static unsigned char *scratch_of(Between *self, size_t nbytes) {
 int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest) {
   if (!plan->leaves || nest->nbytes <= self->room) return 0;
   size_t copies = nest->count > 1 ? 2 : 0;
-  if (plan->gathers) copies += (size_t)self->size;
+  if (plan->gathers) copies += (size_t)self->carrier.size;
   return copies && !scratch_of(self, copies * nest->nbytes) ? -1 : 0;
 }
 
@@ -243,13 +225,13 @@ static int start_reduction(Between *self, const MovePlan *plan, const MoveLeaf *
   size_t step = (nbytes / pieces + MD_LINE - 1) / MD_LINE * MD_LINE;
   for (size_t at = 0; at < nbytes; at += step) {
     size_t length = nbytes - at < step ? nbytes - at : step;
-    self->requests[self->active] = 0;
-    self->pending[self->active] = &self->requests[self->active];
+    self->requests[self->carrier.active] = 0;
+    self->pending[self->carrier.active] = &self->requests[self->carrier.active];
     int code = self->mpi.iallreduce(from + at, to + at, (int)(length / leaf->itemsize),
                                     leaf->datatype, leaf->op, self->mpi.comm,
-                                    self->pending[self->active]);
+                                    self->pending[self->carrier.active]);
     if (code) return failed(self, code);
-    self->active++;
+    self->carrier.active++;
     self->iallreduces++;
   }
   return 0;
@@ -261,7 +243,7 @@ static int start_gather(Between *self, const void *from, void *rows, size_t nbyt
   int code = self->mpi.iallgather(from, (int)nbytes, self->mpi.byte, rows, (int)nbytes,
                                   self->mpi.byte, self->mpi.comm, self->pending[0]);
   if (code) return failed(self, code);
-  self->active = 1;
+  self->carrier.active = 1;
   self->iallgathers++;
   return 0;
 }
@@ -280,7 +262,7 @@ static int start_moving(Between *self, const MovePlan *plan, const md_nest *nest
            plan->leaves[i].op == kind->op;
          i++)
       stop = nest->leaves[i].start + nest->leaves[i].nbytes;
-    if (self->active + plan->in_flight > MOST_REQUESTS) {
+    if (self->carrier.active + plan->in_flight > MOST_REQUESTS) {
       PyErr_SetString(PyExc_RuntimeError, "Between: too many kinds of leaves");
       return -1;
     }
@@ -293,31 +275,31 @@ static int start_moving(Between *self, const MovePlan *plan, const md_nest *nest
 
 /* Wait for data that were started, unless something went wrong; -1: an exception. */
 static int end_moving(Between *self, int wrong) {
-  if (!wrong && self->active) wrong = wait_for_all(self);
+  if (!wrong && self->carrier.active) wrong = wait_for_all(self);
   if (wrong) {
-    self->active = self->active ? self->active : 1; /* no other header: MPI may use memory */
+    self->carrier.active = self->carrier.active ? self->carrier.active : 1; /* no other header: MPI may use memory */
     return -1;
   }
-  self->moves = 0;
+  self->carrier.moves = 0;
   return 0;
 }
 
-static void begin_moving(Between *self) {
-  self->active = self->next = 0;
-  self->moves = 1;
+static int begin_moving(Between *self) {
+  if (begin_call(&self->carrier)) return -1;
+  self->carrier.active = self->next = 0;
+  self->carrier.moves = 1;
+  return 0;
 }
 
 int between_gather(Between *self, const void *from, void *rows, size_t nbytes) {
-  self->busy = 1;
-  self->start = now();
-  begin_moving(self);
-  return end(self, end_moving(self, start_gather(self, from, rows, nbytes)));
+  if (begin_moving(self)) return -1;
+  int wrong = end_moving(self, start_gather(self, from, rows, nbytes));
+  return end_call(&self->carrier, wrong);
 }
 
-/* Reduce a nest that had no room behind its header; -1: an exception. */
-static int move(Between *self, const MovePlan *plan, const md_small *small) {
+int between_move(Between *self, const MovePlan *plan, const md_small *small) {
   const md_nest *nest = small->nest;
-  const unsigned char *from = small->sources[0], *payloads[self->size];
+  const unsigned char *from = small->sources[0], *payloads[self->carrier.size];
   unsigned char *to = small->results[0], *scratch = self->scratch;
   if (nest->count > 1) {
     md_small_put(small, scratch);
@@ -327,73 +309,40 @@ static int move(Between *self, const MovePlan *plan, const md_small *small) {
   if (plan->gathers) to = scratch;
   /* One leaf is the caller's array, which ends with its last element. */
   size_t row = nest->count > 1 ? nest->nbytes : nest->leaves[0].nbytes;
-  for (int r = 0; r < self->size; r++)
+  for (int r = 0; r < self->carrier.size; r++)
     payloads[r] = to + (plan->gathers ? (size_t)r * row : 0);
-  begin_moving(self);
+  if (begin_moving(self)) return -1;
   /* The sums are MPI's own: they must not depend on the state of this thread. */
   md_float_state before = md_enter_default_state();
   int wrong = end_moving(self, start_moving(self, plan, nest, from, to, row));
   md_leave_default_state(before);
-  if (wrong) return -1;
-  take_sum(self, small, payloads, !plan->gathers);
-  return 0;
+  if (!wrong) take_sum(self, small, payloads, !plan->gathers);
+  return end_call(&self->carrier, wrong);
 }
 
-int between_meet(Between *self, const long long words[WORDS], const md_small *small,
-                 PyObject *keeper) {
-  if (begin(self)) return -1;
-  md_header header = header_with(words, self->start, &self->last);
+/* --- the medium, and for Python ----------------------------------------------------------- */
+
+static int meet_by_mpi(Carrier *carrier, const md_header *header, const md_small *small,
+                       PyObject *keeper) {
+  Between *self = (Between *)carrier;
   if (small && small->sources) md_small_put(small, room_of(self));
-  if (publish(self, &header, small ? small->nest : NULL, keeper) || wait_for_all(self))
-    return end(self, -1);
+  if (publish(self, header, small ? small->nest : NULL, keeper) || wait_for_all(self)) return -1;
   int status = judge(self);
   if (status == MD_OK && small && small->results) take_payload(self, small);
-  return end(self, status);
-}
-
-int between_reduce(Between *self, long long fingerprint, long long patience,
-                   const md_small *small, const MovePlan *plan, size_t nbytes,
-                   PyObject *keeper) {
-  const long long words[WORDS] = {0, fingerprint, 0, 0, patience, MD_NOWHERE};
-  int fits = small->nest->nbytes <= self->room;
-  if (!fits && between_reserve(self, plan, small->nest)) return -1;
-  int status = between_meet(self, words, fits ? small : NULL, keeper);
-  if (status != MD_OK) return status;
-  if (!fits) {
-    self->busy = 1;
-    self->start = now();
-    if (move(self, plan, small)) return end(self, -1);
-    end(self, 0);
-  }
-  self->reductions++;
-  self->reduced += nbytes;
   return status;
 }
 
-/* --- for Python ----------------------------------------------------------------------- */
-
-static PyObject *Between_meet(Between *self, PyObject *const *args, Py_ssize_t count) {
-  long long words[WORDS];
-  if (parse_words(args, count, words)) return NULL;
-  int status = between_meet(self, words, NULL, NULL);
-  return status < 0 ? NULL : PyLong_FromLong(status);
+static int start_by_mpi(Carrier *self, const md_header *header) {
+  return publish((Between *)self, header, NULL, NULL);
 }
 
-static PyObject *Between_start(Between *self, PyObject *const *args, Py_ssize_t count) {
-  long long words[WORDS];
-  if (parse_words(args, count, words) || begin(self)) return NULL;
-  md_header header = header_with(words, self->start, &self->last);
-  if (end(self, publish(self, &header, NULL, NULL))) return NULL;
-  Py_RETURN_NONE;
+static int test_by_mpi(Carrier *self) {
+  int there = test_some((Between *)self, TESTS_BETWEEN);
+  if (there < 0) return -1;
+  return there ? judge((Between *)self) : MISSING;
 }
 
-static PyObject *Between_test(Between *self, PyObject *ignored) {
-  (void)ignored;
-  int there = test_some(self, TESTS_BETWEEN);
-  if (there < 0) return NULL;
-  if (!there) Py_RETURN_NONE;
-  return PyLong_FromLong(judge(self));
-}
+static const Medium mpi = {meet_by_mpi, start_by_mpi, test_by_mpi};
 
 static PyObject *Between_Test(Between *self, PyObject *ignored) {
   (void)ignored;
@@ -403,7 +352,6 @@ static PyObject *Between_Test(Between *self, PyObject *ignored) {
 
 /* Of a request that is not of a header: a wait of Python's, without Python code while it is short. */
 static PyObject *Between_complete(Between *self, PyObject *pending) {
-  if (!self->owner) return PyErr_Format(PyExc_RuntimeError, "Between: it is not open");
   PyObject *address = PyObject_CallOneArg(self->address_of, pending);
   void *request = address ? PyLong_AsVoidPtr(address) : NULL;
   Py_XDECREF(address);
@@ -454,10 +402,6 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
                                    &start, &test, &iallreduce, &iallgather, &comm, &byte,
                                    &element_type, &op, &address_of, &fail, &owner))
     return -1;
-  if (self->owner) {
-    PyErr_SetString(PyExc_RuntimeError, "Between: it is open already");
-    return -1;
-  }
   if (PyObject_GetBuffer(sent, &self->sent, PyBUF_WRITABLE)) return -1;
   if (PyObject_GetBuffer(received, &self->received, PyBUF_WRITABLE)) {
     PyBuffer_Release(&self->sent);
@@ -473,13 +417,11 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
     PyErr_SetString(PyExc_ValueError, "Between: memory that is not one of elements");
     return -1;
   }
-  self->rank = rank;
-  self->size = size;
+  open_carrier(&self->carrier, &mpi, rank, size, &self->verdict);
   self->room = element - sizeof(md_header);
   self->share = self->merges ? self->room / (size_t)size / 8 * 8 : self->room;
   self->first_tests = tests;
   self->who = -1;
-  self->last = now();
   self->persistent = (void *)(uintptr_t)request;
   self->status = (void *)(uintptr_t)status;
   self->mpi_start = (int (*)(void *))(uintptr_t)start;
@@ -502,8 +444,10 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   return 0;
 }
 
+MADE_BY_INIT(Between)
+
 static void Between_dealloc(Between *self) {
-  if (self->active) return; /* leaked: MPI may still use all of it, and call the op */
+  if (self->carrier.active) return; /* leaked: MPI may still use all of it, and call the op */
   forget(self);
   if (self->owner) {
     PyBuffer_Release(&self->sent);
@@ -514,30 +458,12 @@ static void Between_dealloc(Between *self) {
   Py_XDECREF(self->keeper);
   Py_XDECREF(self->owner);
   Py_XDECREF(self->wait);
-  Py_XDECREF(self->pause);
+  Py_XDECREF(self->carrier.pause);
   free(self->scratch);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *Between_verdict(Between *self, void *closure) {
-  (void)closure;
-  return verdict_of(&self->verdict);
-}
-
-static PyObject *Between_lateness(Between *self, void *closure) {
-  (void)closure;
-  return PyFloat_FromDouble(now() - self->last);
-}
-
 static PyMethodDef Between_methods[] = {
-    {"meet", (PyCFunction)(void *)Between_meet, METH_FASTCALL,
-     "meet(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
-     "Exchange a header; return OK, AGAIN or DIFFERENT."},
-    {"start", (PyCFunction)(void *)Between_start, METH_FASTCALL,
-     "start(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
-     "Publish a header, without waiting."},
-    {"test", (PyCFunction)Between_test, METH_NOARGS,
-     "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
     {"Test", (PyCFunction)Between_Test, METH_NOARGS,
      "Test()\n--\n\nWhether the last header has completed, as of an MPI request."},
     {"complete", (PyCFunction)Between_complete, METH_O,
@@ -550,35 +476,18 @@ static PyMethodDef Between_methods[] = {
     {NULL}};
 static PyMemberDef Between_members[] = {
     {"headers", T_LONGLONG, offsetof(Between, headers), READONLY, "Headers published so far."},
-    {"seconds", T_DOUBLE, offsetof(Between, seconds), READONLY, "Time spent in calls."},
-    {"reductions", T_ULONG, offsetof(Between, reductions), 0, "Reductions of payloads so far."},
-    {"reduced", T_ULONGLONG, offsetof(Between, reduced), 0,
-     "Bytes of this rank's arrays in them."},
     {"iallreduces", T_ULONG, offsetof(Between, iallreduces), READONLY,
      "Calls of MPI_Iallreduce so far."},
     {"iallgathers", T_ULONG, offsetof(Between, iallgathers), READONLY,
      "Calls of MPI_Iallgather so far."},
-    {"gathers", T_ULONG, offsetof(Between, gathers), READONLY, "All-gathers of payloads so far."},
-    {"gathered", T_ULONGLONG, offsetof(Between, gathered), READONLY,
-     "Bytes of this rank's arrays in them."},
     {"room", T_PYSSIZET, offsetof(Between, room), READONLY, "The most bytes of a payload."},
     {"share", T_PYSSIZET, offsetof(Between, share), READONLY,
      "That of this rank's part of one that all gather."},
-    {"moves", T_INT, offsetof(Between, moves), READONLY,
-     "Whether the data of a call is in progress."},
-    {"active", T_INT, offsetof(Between, active), READONLY, "How many collectives are in progress."},
     {"merges", T_INT, offsetof(Between, merges), READONLY, "Whether MPI merges the headers."},
     {"who", T_INT, offsetof(Between, who), READONLY,
      "-1: that a rank has left is known by its notice."},
     {"wait", T_OBJECT, offsetof(Between, wait), 0,
      "Called with this object if a header takes long; returns when `Test` has said yes."},
-    {"pause", T_OBJECT, offsetof(Between, pause), 0,
-     "For `wait`: to be called with the seconds waited, several times a second; may raise."},
-    {NULL}};
-static PyGetSetDef Between_fields[] = {
-    {"verdict", (getter)Between_verdict, NULL,
-     "What all ranks make of the last header; see `Channel`.", NULL},
-    {"lateness", (getter)Between_lateness, NULL, "Seconds since the last header began.", NULL},
     {NULL}};
 PyTypeObject BetweenType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Between",
@@ -602,9 +511,8 @@ PyTypeObject BetweenType = {
         "    owner: what to keep until no header is in progress.",
     .tp_basicsize = sizeof(Between),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Between_init,
+    .tp_base = &CarrierType,
+    .tp_new = Between_new,
     .tp_dealloc = (destructor)Between_dealloc,
     .tp_methods = Between_methods,
-    .tp_members = Between_members,
-    .tp_getset = Between_fields};
+    .tp_members = Between_members};

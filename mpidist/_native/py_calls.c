@@ -60,7 +60,7 @@ PyTypeObject CallStateType = {
 typedef struct {
   PyObject *key; /* the call's other argument: an operation, or an axis */
   PyObject *call, *plan;
-  PyObject *core; /* a Reduce, a BetweenReduce, or a Gather */
+  PyObject *core; /* a Reduce or a Gather */
   PyArray_Descr *dtype;
   int ndim, axis;
   npy_intp shape[MOST_DIMS];
@@ -156,25 +156,19 @@ static int gather(const Entry *e, PyArrayObject *x, PyObject **result) {
   return status;
 }
 
-/* Whether another call is under way, of another thread, or below a signal handler. */
-static int is_busy(const Between *between, const Channel *channel) {
-  return between ? between->busy || between->active : channel->busy;
-}
-
 /* NULL without an exception: this call is for Python. */
 static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *x) {
   CallState *state = self->state;
-  if (!state || !self->entries || state->blocked || PyArray_NDIM(x) > MOST_DIMS) return NULL;
+  if (!state || state->blocked || PyArray_NDIM(x) > MOST_DIMS) return NULL;
   Entry *found = entry_for(self, key, PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x));
   if (!is_for(found, key, x) || !PyArray_IS_C_CONTIGUOUS(x) || !PyArray_ISALIGNED(x))
     return NULL;
   PyObject *result = NULL;
   int reduces = Py_TYPE(found->core) != &GatherType;
-  const Reduce *r = (const Reduce *)found->core;
-  const Gather *g = (const Gather *)found->core;
-  const Between *between = reduces ? r->between : g->between;
-  /* Python refuses a call inside another, which goes on. */
-  if (is_busy(between, reduces ? r->channel : g->channel)) return NULL;
+  const Carrier *carrier =
+      reduces ? ((Reduce *)found->core)->carrier : ((Gather *)found->core)->carrier;
+  /* Of another thread, or below a signal handler: Python refuses a call inside another. */
+  if (carrier->busy || carrier->active) return NULL;
   if (prepare(found, reduces, &result)) return NULL;
   /* What runs during the call may drop the entry. */
   Entry e = *found;
@@ -188,7 +182,7 @@ static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *
   if (status == MD_OK && result) {
     state->sequence++;
   } else if (status < 0) {
-    if (is_abandoned(between)) {
+    if (is_abandoned(carrier)) {
       Py_INCREF(x); /* leaked, and the result */
       result = NULL;
     }
@@ -225,10 +219,6 @@ static int ArrayCall_init(ArrayCall *self, PyObject *args, PyObject *kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Op", names, &CallStateType, &state,
                                    &fallback, &self->array))
     return -1;
-  if (self->entries) {
-    PyErr_SetString(PyExc_RuntimeError, "ArrayCall: it is there already");
-    return -1;
-  }
   self->entries = PyMem_Calloc(ENTRIES, sizeof(Entry));
   if (!self->entries) {
     PyErr_NoMemory();
@@ -240,19 +230,20 @@ static int ArrayCall_init(ArrayCall *self, PyObject *args, PyObject *kwargs) {
   return 0;
 }
 
+MADE_BY_INIT(ArrayCall)
+
 /* Whether the core can run calls with an array of so many dimensions as its one leaf. */
 static int is_core_for(PyObject *core, int ndim, int axis) {
-  if (Py_TYPE(core) == &ReduceType || Py_TYPE(core) == &BetweenReduceType) {
+  if (Py_TYPE(core) == &ReduceType) {
     const Reduce *reduce = (const Reduce *)core;
     return reduce->nest.count == 1 && reduce->expected->ndim == ndim &&
-           (Py_TYPE(core) == &BetweenReduceType || reduce->nest.nbytes <= MD_EAGER_BYTES);
+           (reduce->move.leaves || reduce->nest.nbytes <= reduce->room);
   }
   return Py_TYPE(core) == &GatherType && ((const Gather *)core)->count == 1 && axis >= 0 &&
          axis < ndim;
 }
 
 static PyObject *ArrayCall_keep(ArrayCall *self, PyObject *args) {
-  if (!self->entries) return PyErr_Format(PyExc_RuntimeError, "keep: it is not there yet");
   PyObject *key, *core, *call, *plan;
   PyArrayObject *x;
   int axis = 0;
@@ -312,7 +303,7 @@ static PyMethodDef ArrayCall_methods[] = {
      "Run calls with arrays of this dtype and shape by `core` from now on.\n\n"
      "Args:\n    key: the other argument, as in calls the same object.\n"
      "    array: such an array; the same dtype object counts.\n"
-     "    core: a `Reduce`, `BetweenReduce` or `Gather` of one such leaf.\n    call: for `CallState`.\n"
+     "    core: a `Reduce` or `Gather` of one such leaf.\n    call: for `CallState`.\n"
      "    plan: its methods `concluded(status, array, result)` and\n        "
      "`interrupted(error)` end calls that do not simply end; the result is None\n"
      "        if it was not made.\n    axis: of a gather."},
@@ -329,8 +320,7 @@ PyTypeObject ArrayCallType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(ArrayCall, vectorcall),
     .tp_call = PyVectorcall_Call,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)ArrayCall_init,
+    .tp_new = ArrayCall_new,
     .tp_traverse = (traverseproc)ArrayCall_traverse,
     .tp_clear = (inquiry)ArrayCall_clear,
     .tp_dealloc = (destructor)ArrayCall_dealloc,

@@ -1,23 +1,21 @@
-/* `Channel`, and how a call of the core begins, waits and ends; see binding.h. */
-#define _GNU_SOURCE
+/* How a call of the core begins, waits and ends; and `Channel`: see binding.h. */
 #include "binding.h"
 
 #include <structmember.h>
-#include <time.h>
 
 /* --- calls -------------------------------------------------------------------------- */
 
-double now(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+PyObject *make_object(PyTypeObject *type, PyObject *args, PyObject *kwargs, initproc init) {
+  PyObject *self = type->tp_alloc(type, 0);
+  if (self && init(self, args, kwargs)) Py_CLEAR(self);
+  return self;
 }
 
-void release_gil(Channel *self) {
+void release_gil(Carrier *self) {
   if (!self->released) self->released = PyEval_SaveThread();
 }
 
-void acquire_gil(Channel *self) {
+void acquire_gil(Carrier *self) {
   if (self->released) PyEval_RestoreThread(self->released);
   self->released = NULL;
 }
@@ -25,7 +23,7 @@ void acquire_gil(Channel *self) {
 static void blocking(void *self) { release_gil(self); }
 
 static int pause_call(void *arg, double seconds) {
-  Channel *self = arg;
+  Carrier *self = arg;
   acquire_gil(self);
   if (PyErr_CheckSignals()) return 1;
   if (self->pause && self->pause != Py_None) {
@@ -46,28 +44,21 @@ int require_idle(int busy) {
   return -1;
 }
 
-int begin_call(Channel *self) {
-  if (!self->memory) {
-    PyErr_SetString(PyExc_RuntimeError, "Channel: it is not open");
-    return -1;
-  }
+int begin_call(Carrier *self) {
   if (require_idle(self->busy)) return -1;
   self->busy = 1;
-  self->start = now();
+  self->start = md_now();
   return 0;
 }
 
-int finish_call(Channel *self, int status) {
+int end_call(Carrier *self, int status) {
   acquire_gil(self);
   self->busy = 0;
-  self->seconds += now() - self->start;
+  self->seconds += md_now() - self->start;
   return status == MD_STOPPED ? -1 : status; /* -1: pause has raised */
 }
 
-PyObject *end_call(Channel *self, int status) {
-  status = finish_call(self, status);
-  return status < 0 ? NULL : PyLong_FromLong(status);
-}
+PyObject *status_or_null(int status) { return status < 0 ? NULL : PyLong_FromLong(status); }
 
 void put_item(PyObject **list, Py_ssize_t i, PyObject *item) {
   if (!item) Py_CLEAR(*list);
@@ -75,7 +66,61 @@ void put_item(PyObject **list, Py_ssize_t i, PyObject *item) {
   else PyTuple_SET_ITEM(*list, i, item);
 }
 
-int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS]) {
+void *keep_array(Kept *kept, PyObject *x, int is_written) {
+  if (!PyArray_Check(x)) {
+    PyErr_SetString(PyExc_TypeError, "expected an array of NumPy's");
+    return NULL;
+  }
+  PyArrayObject *array = (PyArrayObject *)x;
+  if (!PyArray_IS_C_CONTIGUOUS(array) || (is_written && !PyArray_ISWRITEABLE(array))) {
+    PyErr_SetString(PyExc_ValueError, "expected a C-contiguous array; a result must be writable");
+    return NULL;
+  }
+  kept->arrays[kept->count++] = Py_NewRef(x);
+  return PyArray_DATA(array);
+}
+
+void let_go(Kept *kept) {
+  while (kept->count > 0) Py_DECREF(kept->arrays[--kept->count]);
+}
+
+PyObject *other_arrays(void) {
+  if (!PyErr_ExceptionMatches(PyExc_ValueError)) return NULL;
+  PyErr_Clear();
+  Py_RETURN_NONE;
+}
+
+/* --- Carrier: what `Channel` and `Between` have in common -------------------------------- */
+
+void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_verdict *verdict) {
+  self->medium = medium;
+  self->rank = rank;
+  self->size = size;
+  self->verdict = verdict;
+  self->last = md_now();
+}
+
+md_header header_with(Carrier *self, const long long words[WORDS]) {
+  double lateness = 1e3 * (self->start - self->last);
+  self->last = self->start;
+  return (md_header){.flag = (int32_t)words[FLAG],
+                     .lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX,
+                     .fingerprint = words[FINGERPRINT],
+                     .value = words[VALUE],
+                     .patience = words[PATIENCE] > 0 ? words[PATIENCE] : INT64_MAX,
+                     .largest = words[LARGEST],
+                     .result_offset = words[RESULT_OFFSET],
+                     .source_offset = MD_NOWHERE};
+}
+
+int meet_ranks(Carrier *self, const long long words[WORDS], const md_small *small,
+               PyObject *keeper) {
+  if (begin_call(self)) return -1;
+  const md_header header = header_with(self, words);
+  return end_call(self, self->medium->meet(self, &header, small, keeper));
+}
+
+static int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS]) {
   if (count != WORDS) {
     PyErr_Format(PyExc_TypeError, "header: expected %d arguments", WORDS);
     return -1;
@@ -87,28 +132,100 @@ int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS])
   return 0;
 }
 
-md_header header_with(const long long words[WORDS], double start, double *last) {
-  double lateness = 1e3 * (start - *last);
-  *last = start;
-  return (md_header){.flag = (int32_t)words[FLAG],
-                     .lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX,
-                     .fingerprint = words[FINGERPRINT],
-                     .value = words[VALUE],
-                     .patience = words[PATIENCE] > 0 ? words[PATIENCE] : INT64_MAX,
-                     .largest = words[LARGEST],
-                     .result_offset = words[RESULT_OFFSET],
-                     .source_offset = MD_NOWHERE};
+static PyObject *Carrier_meet(Carrier *self, PyObject *const *args, Py_ssize_t count) {
+  long long words[WORDS];
+  if (parse_words(args, count, words)) return NULL;
+  return status_or_null(meet_ranks(self, words, NULL, NULL));
 }
 
-md_header header_of(Channel *self, long long fingerprint, long long patience) {
-  const long long words[WORDS] = {0, fingerprint, 0, 0, patience, MD_NOWHERE};
-  return header_with(words, self->start, &self->last);
+static PyObject *Carrier_start(Carrier *self, PyObject *const *args, Py_ssize_t count) {
+  long long words[WORDS];
+  if (parse_words(args, count, words) || begin_call(self)) return NULL;
+  const md_header header = header_with(self, words);
+  if (end_call(self, self->medium->start(self, &header))) return NULL;
+  Py_RETURN_NONE;
 }
 
-PyObject *verdict_of(const md_verdict *v) {
+static PyObject *Carrier_test(Carrier *self, PyObject *ignored) {
+  (void)ignored;
+  int status = self->medium->test(self);
+  return status == MISSING ? Py_NewRef(Py_None) : status_or_null(status);
+}
+
+static PyObject *Carrier_verdict(Carrier *self, void *closure) {
+  (void)closure;
+  const md_verdict *v = self->verdict;
   return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_value, v->results_in_arena,
                        (long long)v->largest);
 }
+
+static PyObject *Carrier_lateness(Carrier *self, void *closure) {
+  (void)closure;
+  return PyFloat_FromDouble(md_now() - self->last);
+}
+
+static PyMethodDef Carrier_methods[] = {
+    {"meet", (PyCFunction)(void *)Carrier_meet, METH_FASTCALL,
+     "meet(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
+     "Exchange a header; return OK, AGAIN, DIFFERENT or LEFT."},
+    {"start", (PyCFunction)(void *)Carrier_start, METH_FASTCALL,
+     "start(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
+     "Publish a header, without waiting."},
+    {"test", (PyCFunction)Carrier_test, METH_NOARGS,
+     "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
+    {NULL}};
+static PyMemberDef Carrier_members[] = {
+    {"seconds", T_DOUBLE, offsetof(Carrier, seconds), READONLY, "Time spent in calls."},
+    {"pause", T_OBJECT, offsetof(Carrier, pause), 0,
+     "Called with the seconds waited, several times a second; may raise."},
+    {"reductions", T_ULONG, offsetof(Carrier, reductions), 0, "Reductions of `Reduce` so far."},
+    {"reduced", T_ULONGLONG, offsetof(Carrier, reduced), 0,
+     "Bytes of this rank's arrays in them."},
+    {"gathers", T_ULONG, offsetof(Carrier, gathers), READONLY, "All-gathers of `Gather` so far."},
+    {"gathered", T_ULONGLONG, offsetof(Carrier, gathered), READONLY,
+     "Bytes of this rank's arrays in them."},
+    {"moves", T_INT, offsetof(Carrier, moves), READONLY,
+     "Whether MPI moves the data of a call; in memory, steps say which ranks are missing."},
+    {"active", T_INT, offsetof(Carrier, active), READONLY, "How many requests are in progress."},
+    {NULL}};
+static PyGetSetDef Carrier_fields[] = {
+    {"verdict", (getter)Carrier_verdict, NULL,
+     "What all ranks make of the last header: flag, same_call, same_value, results_in_arena,\n"
+     "largest.",
+     NULL},
+    {"lateness", (getter)Carrier_lateness, NULL, "Seconds since the last header began.", NULL},
+    {NULL}};
+PyTypeObject CarrierType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Carrier",
+    .tp_doc = "What `Channel` and `Between` have in common: they carry headers.",
+    .tp_basicsize = sizeof(Carrier),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = Carrier_methods,
+    .tp_members = Carrier_members,
+    .tp_getset = Carrier_fields};
+
+/* --- Channel: in the memory of a node ------------------------------------------------------ */
+
+static int meet_in_memory(Carrier *self, const md_header *header, const md_small *small,
+                          PyObject *keeper) {
+  (void)keeper;
+  return md_meet(&((Channel *)self)->channel, header, small);
+}
+
+static int start_in_memory(Carrier *self, const md_header *header) {
+  Channel *channel = (Channel *)self;
+  channel->started = *header;
+  md_start(&channel->channel, header, NULL);
+  return MD_OK;
+}
+
+static int test_in_memory(Carrier *self) {
+  Channel *channel = (Channel *)self;
+  if (!md_all_reached(&channel->channel)) return MISSING;
+  return md_judge(&channel->channel, &channel->started, NULL);
+}
+
+static const Medium memory_of_node = {meet_in_memory, start_in_memory, test_in_memory};
 
 static int Channel_init(Channel *self, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"memory",      "size",    "rank",  "area_bytes",
@@ -119,56 +236,26 @@ static int Channel_init(Channel *self, PyObject *args, PyObject *kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!iinnpi", names, &MemoryType, &memory, &size,
                                    &rank, &area, &arena, &crowded, &spins))
     return -1;
-  if (self->memory || size < 1 || size > MD_MAX_RANKS || rank < 0 || rank >= size ||
+  if (size < 1 || size > MD_MAX_RANKS || rank < 0 || rank >= size ||
       area <= 0 || area % PAGE || arena < 0 || arena % PAGE ||
       (size_t)memory->nbytes < md_lay_out(size, (size_t)area, (size_t)arena).total_bytes) {
     PyErr_SetString(PyExc_ValueError, "Channel: sizes that do not fit the memory");
     return -1;
   }
   self->memory = (Memory *)Py_NewRef(memory);
-  self->last = now();
+  open_carrier(&self->carrier, &memory_of_node, rank, size, &self->channel.verdict);
   md_open(&self->channel, memory->start, size, rank, (size_t)area, (size_t)arena, crowded,
           spins);
   self->channel.hooks = (md_hooks){blocking, pause_call, self};
   return 0;
 }
 
+MADE_BY_INIT(Channel)
+
 static void Channel_dealloc(Channel *self) {
   Py_XDECREF(self->memory);
-  Py_XDECREF(self->pause);
+  Py_XDECREF(self->carrier.pause);
   Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static int parse_header(Channel *self, PyObject *const *args, Py_ssize_t count,
-                        md_header *header) {
-  long long words[WORDS];
-  if (parse_words(args, count, words) || begin_call(self)) return -1;
-  *header = header_with(words, self->start, &self->last);
-  return 0;
-}
-
-static PyObject *Channel_meet(Channel *self, PyObject *const *args, Py_ssize_t count) {
-  md_header header;
-  if (parse_header(self, args, count, &header)) return NULL;
-  return end_call(self, md_meet(&self->channel, &header, NULL));
-}
-
-static PyObject *Channel_start(Channel *self, PyObject *const *args, Py_ssize_t count) {
-  if (parse_header(self, args, count, &self->started)) return NULL;
-  md_start(&self->channel, &self->started, NULL);
-  return end_call(self, MD_OK);
-}
-
-static PyObject *Channel_test(Channel *self, PyObject *ignored) {
-  md_channel *ch = &self->channel;
-  (void)ignored;
-  if (!md_all_reached(ch)) Py_RETURN_NONE;
-  return PyLong_FromLong(md_judge(ch, &self->started, NULL));
-}
-
-static PyObject *Channel_verdict(Channel *self, void *closure) {
-  (void)closure;
-  return verdict_of(&self->channel.verdict);
 }
 
 static PyObject *Channel_publish(Channel *self, PyObject *ignored) {
@@ -179,8 +266,8 @@ static PyObject *Channel_publish(Channel *self, PyObject *ignored) {
 
 static PyObject *Channel_wait(Channel *self, PyObject *ignored) {
   (void)ignored;
-  if (begin_call(self)) return NULL;
-  return end_call(self, md_wait(&self->channel));
+  if (begin_call(&self->carrier)) return NULL;
+  return status_or_null(end_call(&self->carrier, md_wait(&self->channel)));
 }
 
 static PyObject *Channel_missing(Channel *self, PyObject *ignored) {
@@ -209,7 +296,7 @@ static PyObject *Channel_post(Channel *self, PyObject *args) {
     PyBuffer_Release(&data);
     return PyErr_Format(PyExc_ValueError, "post: at most %d bytes", MD_MESSAGE_BYTES);
   }
-  if (begin_call(self)) {
+  if (begin_call(&self->carrier)) {
     PyBuffer_Release(&data);
     return NULL;
   }
@@ -217,39 +304,39 @@ static PyObject *Channel_post(Channel *self, PyObject *args) {
   int status = MD_OK;
   while (!md_try_post(ch, data.buf, (uint32_t)data.len))
     if ((status = md_wait_room(ch, (uint32_t)data.len))) break;
-  PyObject *result = end_call(self, status); /* which holds the GIL again */
+  status = end_call(&self->carrier, status); /* which holds the GIL again */
   PyBuffer_Release(&data);
-  return result;
+  return status_or_null(status);
 }
 
 static PyObject *Channel_take(Channel *self, PyObject *ignored) {
   uint32_t nbytes = 0;
   (void)ignored;
-  if (begin_call(self)) return NULL;
-  PyObject *result = end_call(self, md_wait_message(&self->channel, &nbytes));
-  if (!result || PyLong_AsLong(result) != MD_OK) return result;
-  Py_DECREF(result);
-  result = PyBytes_FromStringAndSize(NULL, nbytes);
+  if (begin_call(&self->carrier)) return NULL;
+  int status = end_call(&self->carrier, md_wait_message(&self->channel, &nbytes));
+  if (status != MD_OK) return status_or_null(status);
+  PyObject *result = PyBytes_FromStringAndSize(NULL, nbytes);
   if (!result) return NULL;
   md_take(&self->channel, PyBytes_AS_STRING(result), nbytes);
   return result;
 }
 
 static PyObject *Channel_broadcast(Channel *self, PyObject *args) {
-  PyObject *object, *result = NULL;
+  PyObject *object;
   Py_buffer data;
-  int root;
+  int root, status = -1;
   if (!PyArg_ParseTuple(args, "Oi", &object, &root)) return NULL;
   if (root < 0 || root >= self->channel.size)
     return PyErr_Format(PyExc_ValueError, "broadcast: there is no rank %d", root);
   int flags = root == self->channel.rank ? PyBUF_SIMPLE : PyBUF_WRITABLE;
   if (PyObject_GetBuffer(object, &data, flags)) return NULL;
-  if (!begin_call(self)) {
-    release_gil(self);
-    result = end_call(self, md_broadcast(&self->channel, data.buf, (size_t)data.len, root));
+  if (!begin_call(&self->carrier)) {
+    release_gil(&self->carrier);
+    status = md_broadcast(&self->channel, data.buf, (size_t)data.len, root);
+    status = end_call(&self->carrier, status);
   }
   PyBuffer_Release(&data);
-  return result;
+  return status_or_null(status);
 }
 
 /* Where things are in the memory, for arrays that view them. */
@@ -268,25 +355,7 @@ static PyObject *Channel_sums(Channel *self, PyObject *number) {
   return PyLong_FromSsize_t(ch->sums + (n & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
 }
 
-static PyObject *Channel_lateness(Channel *self, void *closure) {
-  (void)closure;
-  return PyFloat_FromDouble(now() - self->last);
-}
-
-static PyObject *Channel_moves(Channel *self, void *closure) {
-  (void)self, (void)closure;
-  Py_RETURN_FALSE;
-}
-
 static PyMethodDef Channel_methods[] = {
-    {"meet", (PyCFunction)(void *)Channel_meet, METH_FASTCALL,
-     "meet(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
-     "Exchange a header; return OK, AGAIN, DIFFERENT or LEFT."},
-    {"start", (PyCFunction)(void *)Channel_start, METH_FASTCALL,
-     "start(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
-     "Publish a header, without waiting."},
-    {"test", (PyCFunction)Channel_test, METH_NOARGS,
-     "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
     {"publish", (PyCFunction)Channel_publish, METH_NOARGS,
      "publish()\n--\n\nSay that this rank has made a step."},
     {"wait", (PyCFunction)Channel_wait, METH_NOARGS,
@@ -311,31 +380,12 @@ static PyMemberDef Channel_members[] = {
     {"areas_used", T_UINT, offsetof(Channel, channel.areas_used), READONLY,
      "Piece areas used so far."},
     {"who", T_INT, offsetof(Channel, channel.who), READONLY, "The rank that has left."},
-    {"seconds", T_DOUBLE, offsetof(Channel, seconds), READONLY, "Time spent in calls."},
     {"tree", T_INT, offsetof(Channel, channel.tree), READONLY,
      "Whether ranks wait by a tree of counters."},
-    {"pause", T_OBJECT, offsetof(Channel, pause), 0,
-     "Called with the seconds waited, after each slice of a wait; may raise."},
-    {"reductions", T_ULONG, offsetof(Channel, reductions), READONLY,
-     "Reductions of `Reduce` so far."},
-    {"reduced", T_ULONGLONG, offsetof(Channel, reduced), READONLY,
-     "Bytes of this rank's arrays in them."},
-    {"gathers", T_ULONG, offsetof(Channel, gathers), READONLY, "All-gathers of `Gather` so far."},
-    {"gathered", T_ULONGLONG, offsetof(Channel, gathered), READONLY,
-     "Bytes of this rank's arrays in them."},
     {"results_in_arena", T_ULONG, offsetof(Channel, results_in_arena), READONLY,
      "Reductions whose results were written straight to the arenas."},
     {"sources_in_arena", T_ULONG, offsetof(Channel, sources_in_arena), READONLY,
      "Reductions whose arrays were read where they are, in the arenas."},
-    {NULL}};
-static PyGetSetDef Channel_fields[] = {
-    {"verdict", (getter)Channel_verdict, NULL,
-     "What all ranks make of the last header: flag, same_call, same_value, results_in_arena,\n"
-     "largest.",
-     NULL},
-    {"lateness", (getter)Channel_lateness, NULL, "Seconds since the last header began.", NULL},
-    {"moves", (getter)Channel_moves, NULL,
-     "False: while data move, steps say which ranks are missing.", NULL},
     {NULL}};
 PyTypeObject ChannelType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Channel",
@@ -344,9 +394,8 @@ PyTypeObject ChannelType = {
         "One rank's view of the memory that the ranks of a node share.",
     .tp_basicsize = sizeof(Channel),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Channel_init,
+    .tp_base = &CarrierType,
+    .tp_new = Channel_new,
     .tp_dealloc = (destructor)Channel_dealloc,
     .tp_methods = Channel_methods,
-    .tp_members = Channel_members,
-    .tp_getset = Channel_fields};
+    .tp_members = Channel_members};

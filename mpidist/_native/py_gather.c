@@ -11,26 +11,24 @@ static size_t align8(size_t n) { return (n + 7) / 8 * 8; }
 static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", NULL};
   PyObject *channel, *leaves;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|LL", names, &channel, &PyList_Type,
-                                   &leaves, &self->fingerprint, &self->patience))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL", names, &CarrierType, &channel,
+                                   &PyList_Type, &leaves, &self->fingerprint, &self->patience))
     return -1;
-  int between = Py_TYPE(channel) == &BetweenType;
-  if (!between && Py_TYPE(channel) != &ChannelType) {
-    PyErr_SetString(PyExc_TypeError, "Gather: expected a Channel or a Between");
-    return -1;
-  }
+  self->carrier = (Carrier *)Py_NewRef(channel);
+  if (Py_TYPE(channel) == &BetweenType) self->between = (Between *)channel;
+  else self->channel = (Channel *)channel;
   self->count = (int)PyList_GET_SIZE(leaves);
-  size_t most = between ? ((Between *)channel)->share : MD_EAGER_BYTES;
-  if (self->leaves || gather_head(self) > most) {
+  size_t most = self->between ? self->between->share : MD_EAGER_BYTES;
+  if (gather_head(self) > most) {
     PyErr_SetString(PyExc_ValueError, "Gather: no room for so many leaves");
     return -1;
   }
   size_t n = (size_t)self->count + 1;
   self->leaves = PyMem_Calloc(n, sizeof(GatherLeaf));
   self->lengths = PyMem_Calloc(n, sizeof(int64_t));
-  self->views = PyMem_Calloc(n, sizeof(Py_buffer));
+  self->kept.arrays = PyMem_Calloc(n, sizeof(PyObject *));
   self->parts = PyMem_Calloc(n, sizeof(md_rows));
-  if (!self->leaves || !self->lengths || !self->views || !self->parts) {
+  if (!self->leaves || !self->lengths || !self->kept.arrays || !self->parts) {
     PyErr_NoMemory();
     return -1;
   }
@@ -39,28 +37,24 @@ static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTuple(PyList_GET_ITEM(leaves, i), "nn", &before, &row)) return -1;
     self->leaves[i] = (GatherLeaf){(size_t)before, (size_t)row};
   }
-  if (between) {
-    self->between = (Between *)Py_NewRef(channel);
+  if (self->between) {
     /* Where the others leave 0 the largest byte is that of the rank. */
-    self->whole = (md_leaf){.nbytes = most * (size_t)self->between->size,
+    self->whole = (md_leaf){.nbytes = most * (size_t)self->carrier->size,
                             .kernel = md_find_kernel("u1", MD_MAX)};
     self->nest = (md_nest){.count = 1, .nbytes = self->whole.nbytes, .leaves = &self->whole};
-  } else self->channel = (Channel *)Py_NewRef(channel);
+  }
   return 0;
 }
 
-static void release_views(Gather *self) {
-  while (self->held > 0) PyBuffer_Release(&self->views[--self->held]);
-}
+MADE_BY_INIT(Gather)
 
 static void Gather_dealloc(Gather *self) {
-  release_views(self);
+  let_go(&self->kept);
   PyMem_Free(self->leaves);
   PyMem_Free(self->lengths);
-  PyMem_Free(self->views);
+  PyMem_Free(self->kept.arrays);
   PyMem_Free(self->parts);
-  Py_XDECREF(self->channel);
-  Py_XDECREF(self->between);
+  Py_XDECREF(self->carrier);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -84,14 +78,6 @@ static int gather_fits(const Gather *self, const int64_t *lengths) {
   return 1;
 }
 
-static int size_of(const Gather *self) {
-  return self->between ? self->between->size : self->channel->channel.size;
-}
-
-static const md_verdict *last_verdict(const Gather *self) {
-  return self->between ? &self->between->verdict : &self->channel->channel.verdict;
-}
-
 /* What came from a rank with the last header. */
 static const unsigned char *gather_slot(const Gather *self, int rank) {
   if (self->between) return between_part(self->between, rank);
@@ -101,14 +87,16 @@ static const unsigned char *gather_slot(const Gather *self, int rank) {
 /* Where this rank's part of the next header goes; NULL: an exception. */
 static unsigned char *begin_slot(Gather *self) {
   self->filled = 0;
-  if (self->between)
-    return require_idle(self->between->busy || self->between->active)
-               ? NULL
-               : between_own_part(self->between);
-  if (begin_call(self->channel)) return NULL;
+  if (require_idle(self->carrier->busy || self->carrier->active)) return NULL;
+  if (self->between) return between_own_part(self->between);
   md_channel *ch = &self->channel->channel;
   self->number = ch->headers + 1;
   return ch->parts[ch->rank]->eager[self->number & 1];
+}
+
+static void count_gather(const Gather *self, size_t nbytes) {
+  self->carrier->gathers++;
+  self->carrier->gathered += nbytes;
 }
 
 /* Exchange the header for what is in this rank's slot: its leaves, or only their lengths;
@@ -125,26 +113,12 @@ static int exchange(Gather *self, const unsigned char *slot, int fits, long long
   /* All learn whether all fit. */
   const long long words[WORDS] = {0,     fingerprint, (long long)(hash >> 1), !fits, patience,
                                   result_offset};
-  if (self->between) {
-    const md_small in_room = {&self->nest, NULL, NULL};
-    int status = between_meet(self->between, words, &in_room, (PyObject *)self);
-    if (status == MD_OK && !self->between->verdict.largest) {
-      self->between->gathers++;
-      self->between->gathered += payload;
-    }
-    return status;
-  }
-  md_header header = header_with(words, self->channel->start, &self->channel->last);
-  int status = md_meet(&self->channel->channel, &header, NULL);
-  if (status == MD_OK) {
-    self->channel->gathers++;
-    self->channel->gathered += payload;
-  }
+  const md_small in_room = {&self->nest, NULL, NULL};
+  int status = meet_ranks(self->carrier, words, self->between ? &in_room : NULL, (PyObject *)self);
+  /* What MPI moves behind the header is counted then. */
+  if (status == MD_OK && !(self->between && self->carrier->verdict->largest))
+    count_gather(self, payload);
   return status;
-}
-
-static int finish_gather(Gather *self, int status) {
-  return self->between ? status : finish_call(self->channel, status);
 }
 
 /* Whether MPI gathers the one leaf as it is, and all know it by the last header. */
@@ -155,27 +129,26 @@ static int is_one_block(const Gather *self) {
 Py_ssize_t gather_needs(const Gather *self, Py_ssize_t length) {
   const int64_t lengths[] = {length};
   if (!is_one_block(self) || gather_fits(self, lengths)) return 0;
-  return length * self->between->size;
+  return length * self->carrier->size;
 }
 
 /* Gather the one leaf behind a header, if it did not fit, and is of one length on all ranks; -1: an
    exception. */
 static int fill(Gather *self, const void *source, void *result) {
-  if (!result || !is_one_block(self) || !last_verdict(self)->largest) return 0;
-  int64_t length = *(const int64_t *)gather_slot(self, self->between->rank);
-  for (int r = 0; r < self->between->size; r++)
+  if (!result || !is_one_block(self) || !self->carrier->verdict->largest) return 0;
+  int64_t length = *(const int64_t *)gather_slot(self, self->carrier->rank);
+  for (int r = 0; r < self->carrier->size; r++)
     if (*(const int64_t *)gather_slot(self, r) != length) return 0;
   size_t nbytes = self->leaves[0].row * (size_t)length;
   if (between_gather(self->between, source, result, nbytes)) return -1;
   self->filled = 1;
-  self->between->gathers++;
-  self->between->gathered += nbytes;
+  count_gather(self, nbytes);
   return 0;
 }
 
 static int64_t total_of(const Gather *self, int leaf) {
   int64_t total = 0;
-  for (int r = 0; r < size_of(self); r++)
+  for (int r = 0; r < self->carrier->size; r++)
     total += ((const int64_t *)gather_slot(self, r))[leaf];
   return total;
 }
@@ -183,12 +156,12 @@ static int64_t total_of(const Gather *self, int leaf) {
 /* Whether the last header has shown that all have made results of the right size in their
    arenas, before they knew the lengths of the others. */
 static int has_room(const Gather *self) {
-  const md_verdict *v = last_verdict(self);
+  const md_verdict *v = self->carrier->verdict;
   return !self->between && v->results_in_arena && v->same_value;
 }
 
 Py_ssize_t gathered_length(const Gather *self) {
-  return last_verdict(self)->largest ? -1 : (Py_ssize_t)total_of(self, 0);
+  return self->carrier->verdict->largest ? -1 : (Py_ssize_t)total_of(self, 0);
 }
 
 /* Where leaf i begins in the slot of a rank. */
@@ -201,7 +174,7 @@ static size_t leaf_start(const Gather *self, const int64_t *lengths, int i) {
 void gather_to(const Gather *self, int i, unsigned char *out) {
   const GatherLeaf *leaf = &self->leaves[i];
   size_t total = (size_t)total_of(self, i) * leaf->row;
-  for (int r = 0; r < size_of(self); r++) {
+  for (int r = 0; r < self->carrier->size; r++) {
     const int64_t *lengths = (const int64_t *)gather_slot(self, r);
     const unsigned char *from = gather_slot(self, r) + leaf_start(self, lengths, i);
     size_t bytes = (size_t)lengths[i] * leaf->row;
@@ -213,7 +186,7 @@ void gather_to(const Gather *self, int i, unsigned char *out) {
 /* Take the lengths of a call; -1: an exception.  A call of another thread that is under way
    has its own there, by which it will write to the memory of all ranks. */
 static int parse_lengths(Gather *self, PyObject *lengths) {
-  if (require_idle(self->between ? self->between->busy : self->channel->busy)) return -1;
+  if (require_idle(self->carrier->busy)) return -1;
   if (!PyTuple_Check(lengths) || PyTuple_GET_SIZE(lengths) != self->count) {
     PyErr_SetString(PyExc_TypeError, "Gather: expected a tuple with the length of each leaf");
     return -1;
@@ -223,29 +196,32 @@ static int parse_lengths(Gather *self, PyObject *lengths) {
   return PyErr_Occurred() ? -1 : 0;
 }
 
+/* Return the memory of leaf i, or of its result, of so many bytes; NULL: an exception. */
+static void *get_array(Kept *kept, PyObject *x, int i, size_t nbytes, int is_result) {
+  void *memory = keep_array(kept, x, is_result);
+  if (!memory || (size_t)PyArray_NBYTES((PyArrayObject *)x) == nbytes) return memory;
+  return PyErr_Format(PyExc_TypeError, "Gather: %s %d has %zd bytes, expected %zu",
+                      is_result ? "result" : "leaf", i, PyArray_NBYTES((PyArrayObject *)x), nbytes);
+}
+
 /* Get the memory of arrays of these lengths; -1: an exception. */
-static int get_views(Gather *self, PyObject *arrays) {
+static int get_arrays(Gather *self, PyObject *arrays) {
   if (!PyList_Check(arrays) || PyList_GET_SIZE(arrays) != self->count) {
     PyErr_SetString(PyExc_TypeError, "Gather: expected a list with the array of each leaf");
     return -1;
   }
   for (int i = 0; i < self->count; i++) {
-    Py_buffer *view = &self->views[i];
-    if (PyObject_GetBuffer(PyList_GET_ITEM(arrays, i), view, PyBUF_SIMPLE)) return -1;
-    self->held++;
     size_t nbytes = nbytes_of(self, i, self->lengths);
-    if ((size_t)view->len != nbytes) {
-      PyErr_Format(PyExc_TypeError, "Gather: leaf %d has %zd bytes, expected %zu", i, view->len,
-                   nbytes);
-      return -1;
-    }
+    self->parts[i].from = get_array(&self->kept, PyList_GET_ITEM(arrays, i), i, nbytes, 0);
+    if (!self->parts[i].from) return -1;
   }
   return 0;
 }
 
 static size_t line(size_t nbytes) { return (nbytes + MD_LINE - 1) / MD_LINE * MD_LINE; }
 
-/* Write this rank's leaves to the results of all, where the last header says; a status. */
+/* Write this rank's leaves to the results of all, where the last header says; return the status,
+   or -1 with an exception. */
 static int spread(Gather *self) {
   md_channel *ch = &self->channel->channel;
   size_t start = 0;
@@ -254,31 +230,19 @@ static int spread(Gather *self) {
     size_t before = 0, total = (size_t)total_of(self, i) * leaf->row;
     for (int r = 0; r < ch->rank; r++)
       before += (size_t)((const int64_t *)gather_slot(self, r))[i] * leaf->row;
-    self->parts[i] = (md_rows){.from = self->views[i].buf,
+    self->parts[i] = (md_rows){.from = self->parts[i].from,
                                .rows = leaf->before,
                                .bytes = (size_t)self->lengths[i] * leaf->row,
                                .stride = total,
                                .at = start + before};
     start += line(leaf->before * total);
   }
-  release_gil(self->channel);
-  return md_spread(ch, self->parts, self->count);
+  if (begin_call(self->carrier)) return -1;
+  release_gil(self->carrier);
+  return end_call(self->carrier, md_spread(ch, self->parts, self->count));
 }
 
-/* Get the memory for the result of the one leaf, of the length of this rank's on all; -1: an
-   exception. */
-static int get_result(Gather *self, PyObject *result) {
-  Py_buffer *view = &self->views[self->count];
-  if (PyObject_GetBuffer(result, view, PyBUF_WRITABLE)) return -1;
-  self->held++;
-  size_t nbytes = (size_t)gather_needs(self, self->lengths[0]) * self->leaves[0].row;
-  if ((size_t)view->len == nbytes) return 0;
-  PyErr_Format(PyExc_TypeError, "Gather: the result has %zd bytes, expected %zu", view->len,
-               nbytes);
-  return -1;
-}
-
-/* Exchange the header for the views of this rank's leaves, of its lengths, by a slot that was begun;
+/* Exchange the header for this rank's leaves, of its lengths, by a slot that was begun;
    return the status, or -1 with an exception. */
 static int meet(Gather *self, unsigned char *slot, long long fingerprint, long long patience,
                 long long result_offset, void *result) {
@@ -287,7 +251,7 @@ static int meet(Gather *self, unsigned char *slot, long long fingerprint, long l
   int fits = gather_fits(self, self->lengths);
   for (int i = 0; fits && i < self->count; i++) {
     size_t nbytes = nbytes_of(self, i, self->lengths);
-    memcpy(slot + at, self->views[i].buf, nbytes);
+    memcpy(slot + at, self->parts[i].from, nbytes);
     at += align8(nbytes);
   }
   int status = exchange(self, slot, fits, fingerprint, patience, result_offset);
@@ -295,45 +259,51 @@ static int meet(Gather *self, unsigned char *slot, long long fingerprint, long l
     status = spread(self);
     self->filled = status == MD_OK;
   }
-  if (status == MD_OK && fill(self, self->views[0].buf, result)) return -1;
-  return finish_gather(self, status);
+  if (status == MD_OK && fill(self, self->parts[0].from, result)) return -1;
+  return status;
 }
 
 int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result) {
   unsigned char *slot = begin_slot(self);
   if (!slot) return -1;
   self->lengths[0] = length;
-  self->views[0].buf = (void *)(uintptr_t)source; /* the caller holds the array */
+  self->parts[0].from = source; /* the caller holds the array */
   return meet(self, slot, self->fingerprint, self->patience, MD_NOWHERE, result);
+}
+
+/* The memory for the result of the one leaf, of the length of this rank's on all; NULL: an
+   exception. */
+static void *get_result(Gather *self, PyObject *result) {
+  size_t nbytes = (size_t)gather_needs(self, self->lengths[0]) * self->leaves[0].row;
+  return get_array(&self->kept, result, 0, nbytes, 1);
 }
 
 static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
   if (count != 6) return PyErr_Format(PyExc_TypeError, "meet: expected 6 arguments");
   long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
   long long result_offset = PyLong_AsLongLong(args[4]);
-  if (PyErr_Occurred() || require_idle(self->held > 0) || parse_lengths(self, args[1])) return NULL;
-  PyObject *result = NULL;
+  if (PyErr_Occurred() || require_idle(self->kept.count > 0) || parse_lengths(self, args[1])) return NULL;
+  PyObject *status = NULL;
+  void *result = NULL;
   unsigned char *slot;
-  if (get_views(self, args[0])) {
-    result = other_arrays();
-  } else if ((args[5] == Py_None || !get_result(self, args[5])) && (slot = begin_slot(self))) {
-    void *memory = self->held > self->count ? self->views[self->count].buf : NULL;
-    int status = meet(self, slot, fingerprint, patience, result_offset, memory);
-    if (status >= 0) result = PyLong_FromLong(status);
+  if (get_arrays(self, args[0])) {
+    status = other_arrays();
+  } else if ((args[5] == Py_None || (result = get_result(self, args[5]))) &&
+             (slot = begin_slot(self))) {
+    status = status_or_null(meet(self, slot, fingerprint, patience, result_offset, result));
   }
-  if (!is_abandoned(self->between)) release_views(self);
-  return result;
+  if (!is_abandoned(self->carrier)) let_go(&self->kept);
+  return status;
 }
 
 static PyObject *Gather_spread(Gather *self, PyObject *arrays) {
   PyObject *result = NULL;
   if (self->between) return PyErr_Format(PyExc_RuntimeError, "spread: there is no arena");
-  if (require_idle(self->held > 0 || self->channel->busy)) return NULL;
+  if (require_idle(self->kept.count > 0 || self->carrier->busy)) return NULL;
   memcpy(self->lengths, gather_slot(self, self->channel->channel.rank),
          (size_t)self->count * sizeof *self->lengths);
-  if (!get_views(self, arrays) && !begin_call(self->channel))
-    result = end_call(self->channel, spread(self));
-  release_views(self);
+  if (!get_arrays(self, arrays)) result = status_or_null(spread(self));
+  let_go(&self->kept);
   return result;
 }
 
@@ -356,8 +326,8 @@ static PyObject *Gather_layout(Gather *self, PyObject *totals) {
 
 static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
   (void)ignored;
-  PyObject *rows = PyList_New(size_of(self));
-  for (int r = 0; rows && r < size_of(self); r++) {
+  PyObject *rows = PyList_New(self->carrier->size);
+  for (int r = 0; rows && r < self->carrier->size; r++) {
     const int64_t *lengths = (const int64_t *)gather_slot(self, r);
     PyObject *row = PyTuple_New(self->count);
     for (int i = 0; row && i < self->count; i++)
@@ -370,7 +340,7 @@ static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
 /* Lengths of all ranks together; None where the arrays of some rank did not fit. */
 static PyObject *Gather_totals(Gather *self, PyObject *ignored) {
   (void)ignored;
-  if (last_verdict(self)->largest) Py_RETURN_NONE;
+  if (self->carrier->verdict->largest) Py_RETURN_NONE;
   PyObject *totals = PyTuple_New(self->count);
   for (int i = 0; totals && i < self->count; i++)
     put_item(&totals, i, PyLong_FromLongLong(total_of(self, i)));
@@ -378,17 +348,15 @@ static PyObject *Gather_totals(Gather *self, PyObject *ignored) {
 }
 
 static PyObject *Gather_get(Gather *self, PyObject *results) {
+  if (require_idle(self->kept.count > 0)) return NULL;
   if (!PyList_Check(results) || PyList_GET_SIZE(results) != self->count)
     return PyErr_Format(PyExc_TypeError, "get: expected a list of arrays");
   for (int i = 0; i < self->count; i++) {
-    const GatherLeaf *leaf = &self->leaves[i];
-    Py_buffer view;
-    if (PyObject_GetBuffer(PyList_GET_ITEM(results, i), &view, PyBUF_WRITABLE)) return NULL;
-    int fits = (size_t)view.len == (size_t)total_of(self, i) * leaf->row * leaf->before;
-    if (fits) gather_to(self, i, view.buf);
-    else PyErr_Format(PyExc_ValueError, "get: result %d has %zd bytes", i, view.len);
-    PyBuffer_Release(&view);
-    if (!fits) return NULL;
+    size_t nbytes = (size_t)total_of(self, i) * self->leaves[i].row * self->leaves[i].before;
+    void *memory = get_array(&self->kept, PyList_GET_ITEM(results, i), i, nbytes, 1);
+    if (memory) gather_to(self, i, memory);
+    let_go(&self->kept);
+    if (!memory) return NULL;
   }
   Py_RETURN_NONE;
 }
@@ -429,8 +397,7 @@ PyTypeObject GatherType = {
         "The all-gather of a nest: for each leaf (rows before the axis, bytes of one).",
     .tp_basicsize = sizeof(Gather),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Gather_init,
+    .tp_new = Gather_new,
     .tp_dealloc = (destructor)Gather_dealloc,
     .tp_methods = Gather_methods,
     .tp_members = Gather_members};

@@ -23,10 +23,6 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
   int fd;
   Py_ssize_t nbytes;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "in", names, &fd, &nbytes)) return -1;
-  if (self->start) {
-    PyErr_SetString(PyExc_RuntimeError, "Memory: it is mapped already");
-    return -1;
-  }
   int flags = MAP_NORESERVE, access = PROT_READ | PROT_WRITE;
   self->fd = -1;
   if (fd >= 0) {
@@ -56,6 +52,8 @@ static int Memory_init(Memory *self, PyObject *args, PyObject *kwargs) {
   }
   return 0;
 }
+
+MADE_BY_INIT(Memory)
 
 static void unlist(Memory *self) {
   if (self->before) self->before->after = self->after;
@@ -118,8 +116,7 @@ PyTypeObject MemoryType = {
         "only the slots of a pool can be used.",
     .tp_basicsize = sizeof(Memory),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Memory_init,
+    .tp_new = Memory_new,
     .tp_dealloc = (destructor)Memory_dealloc,
     .tp_as_buffer = &Memory_buffer};
 
@@ -154,7 +151,7 @@ static int Pool_init(Pool *self, PyObject *args, PyObject *kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!nn", names, &MemoryType, &memory, &start,
                                    &nbytes))
     return -1;
-  if (self->memory || start < 0 || nbytes < 0 || start + nbytes > memory->nbytes) {
+  if (start < 0 || nbytes < 0 || start + nbytes > memory->nbytes) {
     PyErr_SetString(PyExc_ValueError, "Pool: no such bytes in the memory");
     return -1;
   }
@@ -171,6 +168,8 @@ static int Pool_init(Pool *self, PyObject *args, PyObject *kwargs) {
   self->count = nbytes ? 1 : 0;
   return 0;
 }
+
+MADE_BY_INIT(Pool)
 
 static void Pool_dealloc(Pool *self) {
   PyMem_Free(self->ranges);
@@ -305,8 +304,7 @@ PyTypeObject PoolType = {
         "Slots of a part of a memory; the bytes are set aside when first used.",
     .tp_basicsize = sizeof(Pool),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Pool_init,
+    .tp_new = Pool_new,
     .tp_dealloc = (destructor)Pool_dealloc,
     .tp_methods = Pool_methods,
     .tp_getset = Pool_fields};

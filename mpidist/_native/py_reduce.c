@@ -1,17 +1,14 @@
-/* `Reduce`: the all-reduce of a nest, at once or step by step; and `BetweenReduce`, of a small
-   nest between ranks that share no memory. */
+/* `Reduce`: the all-reduce of a nest, at once or, in the memory of a node, step by step. */
 #include "binding.h"
 
 #include <structmember.h>
 
-#define SOURCE (PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
-
 /* Fill in what a leaf of this dtype and shape must be, and its size; -1: an exception. */
 static int expect(Expected *e, const char *dtype, PyObject *shape, md_leaf *leaf) {
   e->kind = dtype[0] == 'b' && dtype[1] == 'f' ? 'u' : dtype[0];
-  e->itemsize = (Py_ssize_t)md_itemsize(leaf->kernel);
+  e->itemsize = (npy_intp)md_itemsize(leaf->kernel);
   e->ndim = (int)PyTuple_GET_SIZE(shape);
-  e->shape = PyMem_Calloc((size_t)e->ndim + 1, sizeof(Py_ssize_t));
+  e->shape = PyMem_Calloc((size_t)e->ndim + 1, sizeof(npy_intp));
   if (!e->shape) {
     PyErr_NoMemory();
     return -1;
@@ -28,34 +25,11 @@ static int expect(Expected *e, const char *dtype, PyObject *shape, md_leaf *leaf
   return 0;
 }
 
-/* NumPy's kind of a format of the buffer protocol. */
-static char kind_of(const char *format) {
-  if (!format) return 'u';
-  while (*format == '@' || *format == '=' || *format == '<' || *format == '^') format++;
-  switch (*format) {
-    case '?': return 'b';
-    case 'b': case 'h': case 'i': case 'l': case 'q': case 'n': return 'i';
-    case 'B': case 'H': case 'I': case 'L': case 'Q': case 'N': return 'u';
-    case 'e': case 'f': case 'd': case 'g': return 'f';
-    case 'Z': return 'c';
-    default: return 0;
-  }
-}
-
-static int is_expected(const Expected *e, int ndim, const Py_ssize_t *shape,
-                       Py_ssize_t itemsize, char kind) {
-  if (ndim != e->ndim || itemsize != e->itemsize || kind != e->kind) return 0;
-  for (int k = 0; k < ndim; k++)
-    if (shape[k] != e->shape[k]) return 0;
-  return 1;
-}
-
-/* As PyObject_GetBuffer, of an array of NumPy's: -1 if it is not what `flags` ask for. */
-static int view_of_array(PyArrayObject *x, Py_buffer *view, int flags) {
-  if (!PyArray_IS_C_CONTIGUOUS(x) || (flags == PyBUF_WRITABLE && !PyArray_ISWRITEABLE(x)))
-    return -1;
-  *view = (Py_buffer){.buf = PyArray_DATA(x), .obj = Py_NewRef(x), .len = PyArray_NBYTES(x)};
-  return 0;
+static int is_expected(const Expected *e, PyArrayObject *x) {
+  if (PyArray_NDIM(x) != e->ndim || PyArray_ITEMSIZE(x) != e->itemsize ||
+      PyArray_DESCR(x)->kind != e->kind || !PyArray_ISNOTSWAPPED(x))
+    return 0;
+  return PyArray_CompareLists(PyArray_DIMS(x), e->shape, e->ndim);
 }
 
 /* Lay out a nest, whose leaves begin at multiples of `alignment`; -1: an exception. */
@@ -63,11 +37,11 @@ static int set_leaves(Reduce *self, PyObject *leaves, size_t alignment) {
   Py_ssize_t count = PyList_GET_SIZE(leaves);
   size_t n = count ? (size_t)count : 1;
   self->nest.leaves = PyMem_Calloc(n, sizeof(md_leaf));
-  self->views = PyMem_Calloc(2 * n, sizeof(Py_buffer));
+  self->kept.arrays = PyMem_Calloc(2 * n, sizeof(PyObject *));
   self->sources = PyMem_Calloc(n, sizeof(void *));
   self->results = PyMem_Calloc(n, sizeof(void *));
   self->expected = PyMem_Calloc(n, sizeof(Expected));
-  if (!self->nest.leaves || !self->views || !self->sources || !self->results ||
+  if (!self->nest.leaves || !self->kept.arrays || !self->sources || !self->results ||
       !self->expected) {
     PyErr_NoMemory();
     return -1;
@@ -98,27 +72,6 @@ static int set_leaves(Reduce *self, PyObject *leaves, size_t alignment) {
   return 0;
 }
 
-static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"channel",     "leaves", "piece_bytes", "fingerprint",
-                          "patience_ms", "counts", NULL};
-  Channel *channel;
-  PyObject *leaves;
-  Py_ssize_t piece_bytes;
-  self->counts = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!n|LLp", names, &ChannelType, &channel,
-                                   &PyList_Type, &leaves, &piece_bytes, &self->fingerprint,
-                                   &self->patience, &self->counts))
-    return -1;
-  if (self->channel || piece_bytes <= 0 || (size_t)piece_bytes > channel->channel.area_bytes) {
-    PyErr_SetString(PyExc_ValueError, "Reduce: a piece that does not fit an area");
-    return -1;
-  }
-  if (set_leaves(self, leaves, MD_LINE)) return -1;
-  self->nest.pieces = md_pieces(self->nest.nbytes, (size_t)piece_bytes);
-  self->channel = (Channel *)Py_NewRef(channel);
-  return 0;
-}
-
 /* Take how MPI moves the leaves; -1: an exception. */
 static int set_move(Reduce *self, PyObject *handles) {
   self->move.leaves = PyMem_Calloc((size_t)self->nest.count + 1, sizeof(MoveLeaf));
@@ -127,7 +80,7 @@ static int set_move(Reduce *self, PyObject *handles) {
     return -1;
   }
   if (PyList_GET_SIZE(handles) != self->nest.count) {
-    PyErr_SetString(PyExc_ValueError, "BetweenReduce: expected handles for each leaf");
+    PyErr_SetString(PyExc_ValueError, "Reduce: expected handles for each leaf");
     return -1;
   }
   for (int i = 0; i < self->nest.count; i++) {
@@ -139,49 +92,59 @@ static int set_move(Reduce *self, PyObject *handles) {
   return between_reserve(self->between, &self->move, &self->nest);
 }
 
-static int BetweenReduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", "algorithm", "handles",
-                          "nbytes", NULL};
-  Between *between;
-  PyObject *leaves, *handles = NULL;
-  Py_ssize_t piece_bytes = 1, nbytes = -1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL(pin)O!n", names, &BetweenType, &between,
-                                   &PyList_Type, &leaves, &self->fingerprint, &self->patience,
-                                   &self->move.gathers, &self->move.in_flight, &piece_bytes,
-                                   &PyList_Type, &handles, &nbytes))
-    return -1;
-  if (self->nest.leaves) {
-    PyErr_SetString(PyExc_RuntimeError, "BetweenReduce: it is there already");
-    return -1;
-  }
-  if (set_leaves(self, leaves, PAYLOAD_ALIGNMENT)) return -1;
-  if (nbytes >= 0) self->payload = (size_t)nbytes; /* before they were widened */
-  self->move.piece_bytes = (size_t)piece_bytes;
-  self->between = (Between *)Py_NewRef(between);
-  if (handles) return set_move(self, handles);
-  if (self->nest.nbytes <= between->room) return 0;
-  PyErr_Format(PyExc_ValueError, "BetweenReduce: %zu bytes, room for %zu", self->nest.nbytes,
-               between->room);
+/* -1 with an exception, if the nest does not travel with its header, and MPI does not move it. */
+static int require_room(const Reduce *self) {
+  if (self->nest.nbytes <= self->room || self->move.leaves) return 0;
+  PyErr_Format(PyExc_ValueError, "Reduce: %zu bytes, room for %zu", self->nest.nbytes, self->room);
   return -1;
 }
 
-static void release_views(Reduce *self) {
-  for (int i = 0; i < self->held; i++) PyBuffer_Release(&self->views[i]);
-  self->held = 0;
+static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"channel", "leaves",    "piece_bytes", "fingerprint", "patience_ms",
+                          "counts",  "algorithm", "handles",     "nbytes",      NULL};
+  PyObject *channel, *leaves, *handles = NULL;
+  Py_ssize_t piece_bytes, piece_of_mpi = 1, nbytes = -1;
+  self->counts = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!n|LLp(pin)O!n", names, &CarrierType, &channel,
+                                   &PyList_Type, &leaves, &piece_bytes, &self->fingerprint,
+                                   &self->patience, &self->counts, &self->move.gathers,
+                                   &self->move.in_flight, &piece_of_mpi, &PyList_Type, &handles,
+                                   &nbytes))
+    return -1;
+  self->carrier = (Carrier *)Py_NewRef(channel);
+  if (Py_TYPE(channel) == &ChannelType) {
+    self->channel = (Channel *)channel;
+    if (piece_bytes <= 0 || (size_t)piece_bytes > self->channel->channel.area_bytes) {
+      PyErr_SetString(PyExc_ValueError, "Reduce: a piece that does not fit an area");
+      return -1;
+    }
+    if (set_leaves(self, leaves, MD_LINE)) return -1;
+    self->nest.pieces = md_pieces(self->nest.nbytes, (size_t)piece_bytes);
+    self->room = MD_EAGER_BYTES;
+    return 0;
+  }
+  self->between = (Between *)channel;
+  if (set_leaves(self, leaves, PAYLOAD_ALIGNMENT)) return -1;
+  if (nbytes >= 0) self->payload = (size_t)nbytes; /* before they were widened */
+  self->move.piece_bytes = (size_t)piece_of_mpi;
+  self->room = self->between->room;
+  if (handles) return set_move(self, handles);
+  return require_room(self);
 }
 
+MADE_BY_INIT(Reduce)
+
 static void Reduce_dealloc(Reduce *self) {
-  release_views(self);
+  let_go(&self->kept);
   for (int i = 0; self->expected && i < self->nest.count; i++)
     PyMem_Free(self->expected[i].shape);
   PyMem_Free(self->expected);
   PyMem_Free(self->move.leaves);
   PyMem_Free(self->nest.leaves);
-  PyMem_Free(self->views);
+  PyMem_Free(self->kept.arrays);
   PyMem_Free(self->sources);
   PyMem_Free(self->results);
-  Py_XDECREF(self->channel);
-  Py_XDECREF(self->between);
+  Py_XDECREF(self->carrier);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -192,44 +155,33 @@ static uintptr_t alignment_of(const Reduce *self, int i) {
   return itemsize < 16 ? itemsize : 16;
 }
 
-static int get_view(Reduce *self, PyObject *x, int i, int flags, void **where) {
-  Py_buffer *view = &self->views[self->held];
-  const Expected *expected = &self->expected[i];
-  int is_leaf = 1;
-  if (PyArray_CheckExact(x) && !view_of_array((PyArrayObject *)x, view, flags)) {
-    PyArrayObject *array = (PyArrayObject *)x;
-    if (flags == SOURCE)
-      is_leaf = PyArray_ISNOTSWAPPED(array) &&
-                is_expected(expected, PyArray_NDIM(array), PyArray_DIMS(array),
-                            PyArray_ITEMSIZE(array), PyArray_DESCR(array)->kind);
-  } else {
-    if (PyObject_GetBuffer(x, view, flags)) return -1;
-    if (flags == SOURCE)
-      is_leaf = is_expected(expected, view->ndim, view->shape, view->itemsize,
-                            kind_of(view->format));
-  }
-  self->held++;
-  if ((uintptr_t)view->buf % alignment_of(self, i)) {
+/* What is asked of arrays: sources whose headers did not compare them must be as expected. */
+enum { SOURCE, SOURCE_IN_STEPS, RESULT };
+
+static int get_array(Reduce *self, PyObject *x, int i, int use, void **where) {
+  *where = keep_array(&self->kept, x, use == RESULT);
+  if (!*where) return -1;
+  PyArrayObject *array = (PyArrayObject *)x;
+  if ((uintptr_t)*where % alignment_of(self, i)) {
     PyErr_Format(PyExc_ValueError, "Reduce: leaf %d is not aligned", i);
     return -1;
   }
-  if (!is_leaf) {
+  if (use == SOURCE && !is_expected(&self->expected[i], array)) {
     PyErr_Format(PyExc_ValueError, "Reduce: leaf %d is another kind of array", i);
     return -1;
   }
-  if ((size_t)view->len != self->nest.leaves[i].nbytes) {
-    PyErr_Format(PyExc_ValueError, "Reduce: leaf %d has %zd bytes, expected %zu", i, view->len,
-                 self->nest.leaves[i].nbytes);
+  if ((size_t)PyArray_NBYTES(array) != self->nest.leaves[i].nbytes) {
+    PyErr_Format(PyExc_ValueError, "Reduce: leaf %d has %zd bytes, expected %zu", i,
+                 PyArray_NBYTES(array), self->nest.leaves[i].nbytes);
     return -1;
   }
-  *where = view->buf;
   return 0;
 }
 
 /* The memory of one array, or of a list of arrays; -1 with an exception. */
-static int get_views(Reduce *self, PyObject *arrays, int flags, void **where) {
+static int get_arrays(Reduce *self, PyObject *arrays, int use, void **where) {
   if (!PyList_Check(arrays)) {
-    if (self->nest.count == 1) return get_view(self, arrays, 0, flags, where);
+    if (self->nest.count == 1) return get_array(self, arrays, 0, use, where);
     PyErr_SetString(PyExc_TypeError, "Reduce: expected a list of arrays");
     return -1;
   }
@@ -238,43 +190,31 @@ static int get_views(Reduce *self, PyObject *arrays, int flags, void **where) {
     return -1;
   }
   for (int i = 0; i < self->nest.count; i++)
-    if (get_view(self, PyList_GET_ITEM(arrays, i), i, flags, &where[i])) return -1;
+    if (get_array(self, PyList_GET_ITEM(arrays, i), i, use, &where[i])) return -1;
   return 0;
 }
 
-PyObject *other_arrays(void) {
-  if (!PyErr_ExceptionMatches(PyExc_ValueError) && !PyErr_ExceptionMatches(PyExc_BufferError))
-    return NULL;
-  PyErr_Clear();
-  Py_RETURN_NONE;
+int is_abandoned(const Carrier *self) { return self->moves && self->active; }
+
+/* Count a reduction, if it was done. */
+static void count_reduction(const Reduce *self, int status) {
+  if (status != MD_OK || !self->counts) return;
+  self->carrier->reductions++;
+  self->carrier->reduced += self->payload;
 }
 
-/* Count a reduction that was done, and return the status of the call. */
-static int finish_reduction(Reduce *self, int status) {
-  if (status == MD_OK && self->counts) {
-    self->channel->reductions++;
-    self->channel->reduced += self->payload;
-  }
-  return finish_call(self->channel, status);
-}
-
-/* Reduce with one header; return the status, or -1 with an exception. */
+/* Reduce with one header, or behind it; return the status, or -1 with an exception. */
 static int reduce_small(Reduce *self, const void *const *sources, void *const *results,
                         long long fingerprint, long long patience) {
-  md_small small = {&self->nest, sources, results};
-  if (self->between)
-    return between_reduce(self->between, fingerprint, patience, &small, &self->move,
-                          self->payload, (PyObject *)self);
-  if (!self->channel) {
-    PyErr_SetString(PyExc_RuntimeError, "Reduce: it is not there yet");
-    return -1;
-  }
-  if (begin_call(self->channel)) return -1;
-  md_header header = header_of(self->channel, fingerprint, patience);
-  return finish_reduction(self, md_meet(&self->channel->channel, &header, &small));
+  const long long words[WORDS] = {0, fingerprint, 0, 0, patience, MD_NOWHERE};
+  const md_small small = {&self->nest, sources, results};
+  int fits = self->nest.nbytes <= self->room;
+  if (!fits && between_reserve(self->between, &self->move, &self->nest)) return -1;
+  int status = meet_ranks(self->carrier, words, fits ? &small : NULL, (PyObject *)self);
+  if (status == MD_OK && !fits && between_move(self->between, &self->move, &small)) return -1;
+  count_reduction(self, status);
+  return status;
 }
-
-int is_abandoned(const Between *self) { return self && self->moves && self->active; }
 
 int reduce_one(Reduce *self, const void *source, void *result) {
   return reduce_small(self, &source, &result, self->fingerprint, self->patience);
@@ -299,62 +239,61 @@ static int parse_call(Reduce *self, PyObject *const *args, Py_ssize_t count, Py_
 static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t count) {
   long long fingerprint, patience;
   if (parse_call(self, args, count, 2, &fingerprint, &patience)) return NULL;
-  if (require_idle(self->held > 0)) return NULL;
-  if (Py_TYPE(self) == &ReduceType && self->nest.nbytes > MD_EAGER_BYTES)
-    return PyErr_Format(PyExc_RuntimeError, "eager: %zu bytes", self->nest.nbytes);
+  if (require_idle(self->kept.count > 0)) return NULL;
+  if (require_room(self)) return NULL;
   PyObject *result = NULL;
-  if (get_views(self, args[0], SOURCE, (void **)self->sources)) {
+  if (get_arrays(self, args[0], SOURCE, (void **)self->sources)) {
     result = other_arrays();
-  } else if (!get_views(self, args[1], PyBUF_WRITABLE, self->results)) {
-    int status = reduce_small(self, self->sources, self->results, fingerprint, patience);
-    if (status >= 0) result = PyLong_FromLong(status);
+  } else if (!get_arrays(self, args[1], RESULT, self->results)) {
+    result = status_or_null(
+        reduce_small(self, self->sources, self->results, fingerprint, patience));
   }
-  if (!is_abandoned(self->between)) release_views(self);
+  if (!is_abandoned(self->carrier)) let_go(&self->kept);
   return result;
 }
 
-static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t count) {
-  long long fingerprint, patience;
-  if (parse_call(self, args, count, 3, &fingerprint, &patience)) return NULL;
-  long long result_offset = PyLong_AsLongLong(args[2]);
-  if (result_offset == -1 && PyErr_Occurred()) return NULL;
-  if (self->held) return PyErr_Format(PyExc_RuntimeError, "shared: a call is under way");
-  PyObject *result = NULL;
+/* -1 with an exception, where there is no memory of a node. */
+static int require_node(const Reduce *self) {
+  if (self->channel) return 0;
+  PyErr_SetString(PyExc_RuntimeError, "Reduce: these ranks share no memory");
+  return -1;
+}
+
+/* What `shared` does once it has the sources; return the status, or -1 with an exception. */
+static int reduce_in_pieces(Reduce *self, const long long words[WORDS], PyObject *results) {
   md_channel *ch = &self->channel->channel;
-  if (get_views(self, args[0], SOURCE, (void **)self->sources)) {
-    result = other_arrays();
-    release_views(self);
-    return result;
-  }
-  if (begin_call(self->channel)) {
-    release_views(self);
-    return NULL;
-  }
-  md_header header = header_of(self->channel, fingerprint, patience);
-  header.result_offset = result_offset;
-  release_gil(self->channel);
   md_shared shared = {.nest = &self->nest,
                       .sources = (const unsigned char *const *)self->sources};
+  if (begin_call(self->carrier)) return -1;
+  md_header header = header_with(self->carrier, words);
+  release_gil(self->carrier);
   int status = md_shared_meet(ch, &shared, &header);
   if (status == MD_OK) {
     self->channel->results_in_arena += (unsigned long)shared.results_in_arena;
     self->channel->sources_in_arena += (unsigned long)shared.sources_in_arena;
     if (!shared.results_in_arena) {
-      acquire_gil(self->channel);
-      if (get_views(self, args[1], PyBUF_WRITABLE, self->results)) {
-        /* The others wait for this rank: it leaves, as with any exception here. */
-        Py_XDECREF(end_call(self->channel, MD_OK));
-        release_views(self);
-        return NULL;
-      }
+      acquire_gil(self->carrier);
+      /* Where it fails the others wait for this rank: it leaves, as with any exception here. */
+      if (get_arrays(self, results, RESULT, self->results))
+        return end_call(self->carrier, -1);
       shared.results = (unsigned char *const *)self->results;
-      release_gil(self->channel);
+      release_gil(self->carrier);
     }
     status = md_shared_finish(ch, &shared);
   }
-  status = finish_reduction(self, status);
-  if (status >= 0) result = PyLong_FromLong(status);
-  release_views(self);
+  count_reduction(self, status);
+  return end_call(self->carrier, status);
+}
+
+static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t count) {
+  long long words[WORDS] = {0};
+  if (parse_call(self, args, count, 3, &words[FINGERPRINT], &words[PATIENCE])) return NULL;
+  words[RESULT_OFFSET] = PyLong_AsLongLong(args[2]);
+  if (PyErr_Occurred() || require_node(self) || require_idle(self->kept.count > 0)) return NULL;
+  PyObject *result = NULL;
+  if (get_arrays(self, args[0], SOURCE, (void **)self->sources)) result = other_arrays();
+  else result = status_or_null(reduce_in_pieces(self, words, args[1]));
+  let_go(&self->kept);
   return result;
 }
 
@@ -362,33 +301,40 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
    step, copy_out; see md_shared_run for the order. */
 static PyObject *Reduce_start(Reduce *self, PyObject *args) {
   PyObject *sources = Py_None, *results = Py_None;
-  if (!PyArg_ParseTuple(args, "|OO", &sources, &results)) return NULL;
-  release_views(self);
+  if (require_node(self) || !PyArg_ParseTuple(args, "|OO", &sources, &results)) return NULL;
+  let_go(&self->kept);
   md_channel *ch = &self->channel->channel;
   self->call = (md_shared){
       .nest = &self->nest, .number = ch->headers, .first_area = ch->areas_used, .undivided = 1};
   if (sources != Py_None) {
-    if (get_views(self, sources, PyBUF_SIMPLE, (void **)self->sources)) goto fail;
+    if (get_arrays(self, sources, SOURCE_IN_STEPS, (void **)self->sources)) goto fail;
     self->call.sources = (const unsigned char *const *)self->sources;
   }
   if (results != Py_None) {
-    if (get_views(self, results, PyBUF_WRITABLE, self->results)) goto fail;
+    if (get_arrays(self, results, RESULT, self->results)) goto fail;
     self->call.results = (unsigned char *const *)self->results;
   }
   ch->areas_used += (uint32_t)self->nest.pieces;
   Py_RETURN_NONE;
 fail:
-  release_views(self);
+  let_go(&self->kept);
   return NULL;
+}
+
+/* Return the number of a piece; -1: an exception. */
+static int parse_piece(const Reduce *self, PyObject *piece) {
+  long p = PyLong_AsLong(piece);
+  if (p >= 0 && p < self->nest.pieces) return (int)p;
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "Reduce: there is no piece %ld", p);
+  return -1;
 }
 
 static PyObject *piece_call(Reduce *self, PyObject *piece,
                             void (*f)(md_channel *, md_shared *, int)) {
-  long p = PyLong_AsLong(piece);
-  if (p == -1 && PyErr_Occurred()) return NULL;
-  if (!self->call.nest || p < 0 || p >= self->nest.pieces)
-    return PyErr_Format(PyExc_ValueError, "Reduce: there is no piece %ld", p);
-  Py_BEGIN_ALLOW_THREADS f(&self->channel->channel, &self->call, (int)p);
+  int p = parse_piece(self, piece);
+  if (p < 0) return NULL;
+  if (!self->call.nest) return PyErr_Format(PyExc_RuntimeError, "Reduce: it was not started");
+  Py_BEGIN_ALLOW_THREADS f(&self->channel->channel, &self->call, p);
   Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
@@ -427,18 +373,16 @@ static PyObject *Reduce_range(Reduce *self, PyObject *args) {
 
 static PyObject *Reduce_finish(Reduce *self, PyObject *ignored) {
   (void)ignored;
-  release_views(self);
+  let_go(&self->kept);
   self->call.nest = NULL;
   Py_RETURN_NONE;
 }
 
 static PyObject *Reduce_piece(Reduce *self, PyObject *piece) {
-  long p = PyLong_AsLong(piece);
-  if (p == -1 && PyErr_Occurred()) return NULL;
-  if (p < 0 || p >= self->nest.pieces)
-    return PyErr_Format(PyExc_ValueError, "Reduce: there is no piece %ld", p);
   size_t first, last;
-  md_piece(&self->nest, (int)p, &first, &last);
+  int p = parse_piece(self, piece);
+  if (p < 0) return NULL;
+  md_piece(&self->nest, p, &first, &last);
   return Py_BuildValue("nn", (Py_ssize_t)first, (Py_ssize_t)last);
 }
 
@@ -450,17 +394,12 @@ static PyObject *Reduce_starts(Reduce *self, void *closure) {
   return list;
 }
 
-#define EAGER                                                                             \
-  {"eager", (PyCFunction)(void *)Reduce_eager, METH_FASTCALL,                             \
-   "eager(sources, results, fingerprint=..., patience_ms=...)\n--\n\n"                    \
-   "Reduce with one header; return OK, AGAIN, DIFFERENT or LEFT.\n\n"                     \
-   "None, and nothing was sent, where the arrays are not what is expected.\n\n"           \
-   "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the "    \
-   "results."}
-
-static PyMethodDef BetweenReduce_methods[] = {EAGER, {NULL}};
 static PyMethodDef Reduce_methods[] = {
-    EAGER,
+    {"eager", (PyCFunction)(void *)Reduce_eager, METH_FASTCALL,
+     "eager(sources, results, fingerprint=..., patience_ms=...)\n--\n\n"
+     "Reduce with one header, or behind it by MPI; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
+     "None, and nothing was sent, where the arrays are not what is expected.\n\n"
+     "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the results."},
     {"shared", (PyCFunction)(void *)Reduce_shared, METH_FASTCALL,
      "shared(sources, results, result_offset, fingerprint=..., patience_ms=...)\n--\n\n"
      "Reduce piece by piece; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
@@ -494,25 +433,18 @@ static PyGetSetDef Reduce_fields[] = {
 PyTypeObject ReduceType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Reduce",
     .tp_doc =
-        "Reduce(channel, leaves, piece_bytes, fingerprint=0, patience_ms=0, counts=True)\n--\n\n"
-        "The all-reduce of a nest: for each leaf (dtype, operation, shape, divisor).",
+        "Reduce(channel, leaves, piece_bytes, fingerprint=0, patience_ms=0, counts=True,\n"
+        "       algorithm=..., handles=..., nbytes=...)\n--\n\n"
+        "The all-reduce of a nest: for each leaf (dtype, operation, shape, divisor).\n\n"
+        "Args:\n    channel: a `Channel` or a `Between`.\n"
+        "    piece_bytes: at most an area of the channel; of none in a `Between`.\n"
+        "    algorithm: how MPI moves a nest that has no room behind the header of a `Between`.\n"
+        "    handles: of MPI's datatype and operation for each leaf then.\n"
+        "    nbytes: what is counted, if not the bytes of the leaves.",
     .tp_basicsize = sizeof(Reduce),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)Reduce_init,
+    .tp_new = Reduce_new,
     .tp_dealloc = (destructor)Reduce_dealloc,
     .tp_methods = Reduce_methods,
     .tp_members = Reduce_members,
     .tp_getset = Reduce_fields};
-
-PyTypeObject BetweenReduceType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.BetweenReduce",
-    .tp_doc = "BetweenReduce(channel, leaves, fingerprint=0, patience_ms=0, algorithm=...,\n"
-              "              handles=..., nbytes=...)\n--\n\n"
-              "The all-reduce of a nest behind a header of `Between`; see `Reduce`.",
-    .tp_basicsize = sizeof(Reduce),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)BetweenReduce_init,
-    .tp_dealloc = (destructor)Reduce_dealloc,
-    .tp_methods = BetweenReduce_methods};

@@ -266,7 +266,7 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
     want = sum(range(1, size + 1))
     for count in [1, 100, channel.room, 0, 7, *range(16, channel.room, 16)]:
         leaf = ("u1", "SUM", (count,), 0)
-        reduce = _native.core.BetweenReduce(channel, [leaf], 5, 0)
+        reduce = _native.core.Reduce(channel, [leaf], 0, 5)
         found = np.empty(count, np.uint8)
         mine = np.full(count, rank + 1, np.uint8)
         assert reduce.eager(mine, found) == _native.core.OK

@@ -315,8 +315,6 @@ def test_a_request_of_python_is_waited_for_a_while() -> None:
     world.code = 13
     with pytest.raises(MPIError, match="13"):
         one.complete(request)
-    with pytest.raises(RuntimeError, match="not open"):
-        core.Between.__new__(core.Between).complete(request)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -324,35 +322,43 @@ def test_what_does_not_fit_is_refused() -> None:
     between = world.ranks[0]
     assert between.room == ROOM
     with pytest.raises(ValueError, match="144 bytes, room for 128"):
-        core.BetweenReduce(between, [("f8", "SUM", (ROOM // 8 + 1,), 0)])
+        core.Reduce(between, [("f8", "SUM", (ROOM // 8 + 1,), 0)], 0)
     with pytest.raises(ValueError, match="no kernel"):
-        core.BetweenReduce(between, [("c8", "MIN", (1,), 0)])
+        core.Reduce(between, [("c8", "MIN", (1,), 0)], 0)
     with pytest.raises(ValueError, match="handles for each leaf"):
-        core.BetweenReduce(
-            between, [("f8", "SUM", (1,), 0)], 0, 0, (False, 1, 1), [(22, 31)] * 2
+        core.Reduce(
+            *(between, [("f8", "SUM", (1,), 0)], 0, 0, 0, True),
+            *((False, 1, 1), [(22, 31)] * 2),
         )
     with pytest.raises(TypeError):
-        core.BetweenReduce(object(), [])
-    again = core.BetweenReduce(between, [("f8", "SUM", (1,), 0)])
-    with pytest.raises(RuntimeError, match="already"):
-        again.__init__(between, [("f8", "SUM", (1,), 0)])
+        core.Reduce(object(), [], 0)
+    small = core.Reduce(between, [("f8", "SUM", (1,), 0)], 0)
+    for call in (
+        lambda: small.shared(np.ones(1), np.ones(1), 0),
+        lambda: small.start(np.ones(1), np.ones(1)),
+    ):
+        with pytest.raises(RuntimeError, match="share no memory"):
+            call()
+    with pytest.raises(ValueError, match="no piece 0"):
+        small.copy_in(0)
     with pytest.raises(ValueError, match="no room"):
         core.Gather(between, [(1, 1)] * (ROOM // 8 + 1))
     with pytest.raises(ValueError, match="no room"):
         core.Gather(World(2, merges=True).ranks[0], [(1, 1)] * (ROOM // 16 + 1))
-    with pytest.raises(TypeError, match="the result has 8 bytes"):
+    with pytest.raises(TypeError, match="result 0 has 8 bytes"):
         core.Gather(between, [(1, 8)]).meet(
             [np.ones(ROOM)], (ROOM,), 3, 0, core.NOWHERE, np.zeros(1)
         )
     with pytest.raises(RuntimeError, match="no arena"):
         core.Gather(between, [(1, 1)]).spread([np.ones(1, np.uint8)])
-    empty = core.Between.__new__(core.Between)
-    for call in (lambda: empty.meet(*header(1)), empty.test, empty.Test):
-        with pytest.raises(RuntimeError, match="not open"):
-            call()
-    bare = core.BetweenReduce.__new__(core.BetweenReduce)
-    with pytest.raises((RuntimeError, ValueError)):
-        bare.eager([], [], 1, 1)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Memory", "Pool", "Channel", "Between", "Reduce", "Gather", "ArrayCall"]
+)
+def test_no_object_is_half_made(kind: str) -> None:
+    with pytest.raises(TypeError):
+        getattr(core, kind).__new__(getattr(core, kind))
 
 
 def rest_of(world: World) -> tuple[Any, ...]:
@@ -363,8 +369,6 @@ def rest_of(world: World) -> tuple[Any, ...]:
 def test_memory_that_is_not_one_of_elements_is_refused() -> None:
     world = World(2)
     more = rest_of(world)
-    with pytest.raises(RuntimeError, match="already"):
-        world.ranks[0].__init__(world.sent[0], world.received[0], 0, 2, *more)
     one, two = aligned(ELEMENT), aligned(2 * ELEMENT)
     for sent, received, rank, size in [
         (one, two, 2, 2),
@@ -430,7 +434,7 @@ def test_what_is_abandoned_is_not_freed(merges: bool) -> None:
         with pytest.raises(RuntimeError, match="one thread"):
             between.meet(*header(1))
         leaf = ("f8", "SUM", (), 0)
-        reduce = core.BetweenReduce(between, [leaf])
+        reduce = core.Reduce(between, [leaf], 0)
         with pytest.raises(RuntimeError, match="one thread"):
             reduce.eager(np.ones(()), np.ones(()))
         raise KeyboardInterrupt
@@ -510,8 +514,8 @@ def test_too_many_kinds_of_leaves_raise() -> None:
     leaves = [("f4" if k % 2 else "f8", "SUM", (16,), 0) for k in range(70)]
     handles = [(21 + (k + 1) % 2, 31) for k in range(70)]
     arrays = [np.ones(16, name) for name, *_ in leaves]
-    reduce = core.BetweenReduce(
-        world.ranks[0], leaves, 3, 0, (False, 4, 2**20), handles
+    reduce = core.Reduce(
+        world.ranks[0], leaves, 0, 3, 0, True, (False, 4, 2**20), handles
     )
     with pytest.raises(RuntimeError, match="too many kinds"):
         reduce.eager(arrays, [np.empty_like(x) for x in arrays])
@@ -521,9 +525,8 @@ def test_too_many_kinds_of_leaves_raise() -> None:
 def test_an_error_of_mpi_while_data_move(gathers: bool) -> None:
     world = World(1)
     rank = world.ranks[0]
-    reduce = core.BetweenReduce(
-        rank, [("f8", "SUM", (100,), 0)], 3, 0, (gathers, 4, 100), [(22, 31)]
-    )
+    leaf, way = ("f8", "SUM", (100,), 0), (gathers, 4, 100)
+    reduce = core.Reduce(rank, [leaf], 0, 3, 0, True, way, [(22, 31)])
     x, out = np.ones(100), np.zeros(100)
     assert reduce.eager(x, out) == core.OK
     world.code_of_data = 15
@@ -537,7 +540,7 @@ def test_a_signal_while_data_move_keeps_their_memory() -> None:
     world = World(2)
     first, second = world.ranks
     leaf, way = ("f8", "SUM", (100,), 0), (False, 4, 100)
-    reduce = core.BetweenReduce(first, [leaf], 3, 0, way, [(22, 31)])
+    reduce = core.Reduce(first, [leaf], 0, 3, 0, True, way, [(22, 31)])
     second.start(*header(3))  # and it never sends its data
     x, out = np.ones(100), np.full(100, 5.0)
     call = functools.partial(reduce.eager, x, out)
@@ -573,7 +576,7 @@ def elements_of(world: World, *arrays: Any) -> list[Any]:
         rank.wait = lambda _: None
         leaf = [(kind_of(x), "SUM", x.shape, 0)]
         with pytest.raises(RuntimeError, match="has not waited"):
-            core.BetweenReduce(rank, leaf, 7, 0).eager(x, np.empty_like(x))
+            core.Reduce(rank, leaf, 0, 7).eager(x, np.empty_like(x))
     return [sent.copy() for sent in world.sent]
 
 
