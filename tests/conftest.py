@@ -454,6 +454,12 @@ def size(strategy: mpidist.MPIStrategy) -> int:
 
 
 @pytest.fixture
+def last(size: int) -> int:
+    """The rank that does something else than the others."""
+    return size - 1
+
+
+@pytest.fixture
 def same_folder(rank: int, tmp_path: Path) -> Path:
     """A folder of rank 0's, on all ranks."""
     folder: Path = everywhere(tmp_path)[0]

@@ -32,6 +32,8 @@ MEAN = mpidist.VariableAggregation.MEAN
 FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
 ON_WRITE = mpidist.VariableSynchronization.ON_WRITE
 ON_READ = mpidist.VariableSynchronization.ON_READ
+SHARED = mpidist.experimental.CommunicationImplementation.SHARED
+DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
 
 _ROW_BYTES = 1024  # what ranks exchange in one step
 _TESTS = 20

@@ -51,12 +51,6 @@ def expect_mismatch(strategy, fn, *parts):
     assert_usable(strategy)
 
 
-@pytest.fixture
-def last(size):
-    """The rank that does something else than the others."""
-    return size - 1
-
-
 def packs(limit):
     options = mpidist.experimental.CommunicationOptions(bytes_per_pack=limit)
     # Buckets that are cut elsewhere would be added to each other silently.

@@ -9,6 +9,8 @@ import numpy as np
 import posing
 import pytest
 from replicas import (
+    DIRECT,
+    SHARED,
     all_reduce,
     context,
     everywhere,
@@ -23,8 +25,6 @@ import mpidist
 from mpidist import _native
 from mpidist._strategy.strategy import group_of
 
-SHARED = mpidist.experimental.CommunicationImplementation.SHARED
-DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 

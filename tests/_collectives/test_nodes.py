@@ -31,7 +31,6 @@ from mpidist._mpi.allreduce_algorithm import NEVER, Algorithm
 from mpidist._mpi.buffers import Transfer
 from mpidist._strategy.strategy import group_of
 
-SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 Options = mpidist.experimental.CommunicationOptions
 mpi = pytest.mark.mpi
 core = pytest.mark.core

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from launching import run_ranks
 from replicas import (
+    SHARED,
     SignalError,
     after_the_others,
     all_reduce,
@@ -35,8 +36,6 @@ from mpidist import _native
 from mpidist._collectives import node as node_module
 from mpidist._strategy.strategy import group_of
 
-SHARED = mpidist.experimental.CommunicationImplementation.SHARED
-DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
 mpi = pytest.mark.mpi
 core = pytest.mark.core
 

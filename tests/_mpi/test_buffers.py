@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from replicas import (
+    DIRECT,
+    SHARED,
     all_reduce,
     context,
     everywhere,
@@ -21,7 +23,6 @@ from replicas import (
     raises_everywhere,
 )
 
-import mpidist
 from mpidist import _native
 from mpidist._agreement.channel import OK, ExchangeChannel, SelfChannel
 from mpidist._agreement.communicator_waits import CommunicatorWaits
@@ -31,9 +32,6 @@ from mpidist._mpi import between, communicator
 from mpidist._mpi.allreduce_algorithm import NEVER, Algorithm
 from mpidist._mpi.buffers import BufferCollectives
 from mpidist._strategy.strategy import group_of
-
-DIRECT = mpidist.experimental.CommunicationImplementation.DIRECT
-SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 
 mpi = pytest.mark.mpi
 core = pytest.mark.core

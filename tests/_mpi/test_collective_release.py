@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from replicas import context, everywhere, next_communicator, own
+from replicas import SHARED, context, everywhere, next_communicator, own
 
 import mpidist
 from mpidist import _native
@@ -15,7 +15,6 @@ from mpidist._mpi import collective_release
 from mpidist._mpi.collective_release import CollectiveResource
 from mpidist._strategy.strategy import group_of
 
-SHARED = mpidist.experimental.CommunicationImplementation.SHARED
 mpi = pytest.mark.mpi
 core = pytest.mark.core
 

@@ -6,6 +6,10 @@ import gc
 import numpy as np
 import pytest
 from replicas import (
+    FIRST,
+    MEAN,
+    NONE,
+    SUM,
     assert_mirrored,
     context,
     everywhere,
@@ -19,11 +23,6 @@ from mpidist._strategy.strategy import group_of
 from mpidist._values.variable import storage_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
-
-NONE = mpidist.VariableAggregation.NONE
-SUM = mpidist.VariableAggregation.SUM
-MEAN = mpidist.VariableAggregation.MEAN
-FIRST = mpidist.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 # --- creation -------------------------------------------------------------------------

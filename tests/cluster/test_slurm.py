@@ -190,7 +190,9 @@ def test_errors(given, monkeypatch):
 
 def test_under_mpirun_slurm_says_nothing_of_the_ranks(given):
     given(BY_MPIRUN)
-    with pytest.raises(RuntimeError, match=r"Open MPI, .* daemons, .*MPIStrategy\(\)\."):
+    with pytest.raises(
+        RuntimeError, match=r"Open MPI, .* daemons, .*MPIStrategy\(\)\."
+    ):
         SlurmClusterResolver()
 
 

@@ -39,11 +39,6 @@ from mpidist._values import storage, variable
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
-@pytest.fixture
-def last(size):
-    return size - 1
-
-
 def raise_on(strategy, rank, error):
     """Run a step in which one rank raises; return the outcomes."""
 

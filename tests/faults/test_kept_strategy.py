@@ -12,11 +12,6 @@ import mpidist
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
-@pytest.fixture
-def last(size):
-    return size - 1
-
-
 def differ(strategy, is_last, folder):
     strategy.run(lambda: context().all_reduce("SUM", np.ones(3 + is_last)))
 
