@@ -97,6 +97,7 @@ if TYPE_CHECKING:  # else by `_publish`, when they are first used: they take lon
         CheckpointManager as CheckpointManager,
         CheckpointReader as CheckpointReader,
         RestoreStatus as RestoreStatus,
+        checkpoints_iterator as checkpoints_iterator,
         latest_checkpoint as latest_checkpoint,
         load_checkpoint as load_checkpoint,
     )
@@ -116,6 +117,7 @@ _publish(
             "CheckpointManager",
             "CheckpointReader",
             "RestoreStatus",
+            "checkpoints_iterator",
             "latest_checkpoint",
             "load_checkpoint",
         ),

@@ -9,6 +9,9 @@ from mpidist._checkpoints.manager import (
     CheckpointManager as CheckpointManager,
     latest_checkpoint as latest_checkpoint,
 )
+from mpidist._checkpoints.new_checkpoints import (
+    checkpoints_iterator as checkpoints_iterator,
+)
 from mpidist._checkpoints.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
     TerminationConfig as TerminationConfig,

@@ -13,6 +13,7 @@ from replicas import everywhere, raises_everywhere
 
 import mpidist
 from mpidist._base.errors import damaged_checkpoint
+from mpidist._checkpoints import new_checkpoints
 
 
 @pytest.mark.mpi
@@ -149,6 +150,40 @@ def test_a_directory_of_each_rank_as_in_tensorflows_tutorial(strategy, folder, r
     if rank == 0:
         assert os.listdir(folder) == ["ckpt"]
         assert os.listdir(folder / "ckpt") == ["ckpt-2"]
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeypatch):
+    monkeypatch.setattr(new_checkpoints, "_POLL_SECONDS", 0.01)
+    checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
+    own = folder if rank == 0 else "nowhere"
+    answers = [False, True]
+    with strategy.scope():
+        paths = mpidist.checkpoints_iterator(
+            own, timeout=0.05, timeout_fn=lambda: answers.pop(0)
+        )
+        assert list(paths) == []
+        assert answers == ([] if rank == 0 else [False, True])
+        checkpoint.save(folder / "first")
+        found = []
+        for path in mpidist.checkpoints_iterator(own, timeout=0.05):
+            found.append(Path(path).name)
+            if len(found) < 3:
+                checkpoint.save(folder / f"next-{len(found)}")
+        assert found == ["first", "next-1", "next-2"]
+        assert everywhere(found) == [found] * len(everywhere(found))
+
+
+@pytest.mark.mpi
+@pytest.mark.replicas(2, 3)
+def test_errors_of_waiting_for_checkpoints(strategy, folder, rank):
+    def wait(*args, **kwargs):
+        with strategy.scope():
+            next(mpidist.checkpoints_iterator(*args, **kwargs))
+
+    raises_everywhere(TypeError, lambda: wait(folder, timeout="x" if rank == 0 else 0))
+    raises_everywhere(KeyError, lambda: wait(folder, timeout=0, timeout_fn={}.popitem))
 
 
 def test_latest_checkpoint_finds_those_of_all_names(tmp_path):

@@ -84,6 +84,7 @@ COLLECTIVE = {
     "Checkpoint.sync",
     "Checkpoint.wait",
     "CheckpointManager",
+    "checkpoints_iterator",
     "CheckpointManager.restore_or_initialize",
     "CheckpointManager.save",
     "CheckpointManager.sync",
