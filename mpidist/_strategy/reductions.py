@@ -54,12 +54,14 @@ def reduce_by_ops(
     Collective: it is `ReplicaGroup.all_reduce` if there is one.
     """
     leaves, structure = nest.flatten(tree)
-    number = group.registry.next_key()
+    registry = group.registry
+    # If this fails, some rank may not have made the call: it is counted afterwards.
     wrapped = [
-        group.registry.wrap(PerReplica, own_component(x), (number, i))
+        registry.wrap(PerReplica, own_component(x), (registry.count, -1 - i))
         for i, x in enumerate(leaves)
     ]
     results = group.custom_ops.batch_reduce(op, [(x, x) for x in wrapped], options)
+    registry.next_key()
     return structure.unflatten([own_component(x) for x in results])
 
 

@@ -146,7 +146,7 @@ class DistributedDataset:
             section.kind = "raised"
             takes_turns = deals and mode is not InputReplicationMode.PER_REPLICA
             pipeline = (1, 0) if takes_turns else (replicas, own)
-            with shuffle_seeds.counted_from(number):
+            with shuffle_seeds.counted_from(group.registry.count + 1):
                 made = dataset_fn(InputContext(*pipeline, replicas))
             if functions and callable(made) and not hasattr(made, "__iter__"):
                 made = Calls(made)
@@ -157,11 +157,11 @@ class DistributedDataset:
                 stage = Part([stage], f"shard({replicas}, {own})", own, None, replicas)
             return chosen, stage
 
-        number = group.registry.next_key()
         chosen, stage = run_section(group.guard, Call(call), make)
         to_device = bool(chosen.experimental_fetch_to_device)
         feed = Feed(group, stage, None, to_device)
-        feed.number = number
+        # Counted now: if it has failed, some rank may not have made this call.
+        feed.number = group.registry.next_key()
         return DistributedDataset(feed)
 
     @tells("iter(dataset)", operator.attrgetter("_feed.group"))

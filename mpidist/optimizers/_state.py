@@ -352,9 +352,10 @@ def _sums_by(
     ops: Any, group: ReplicaGroup, arrays: list[Array], variables: list[Variable]
 ) -> list[Array]:
     """Return the sums by the user's `CrossDeviceOps`, if all ranks have the same."""
-    number = group.registry.next_key()
+    registry = group.registry
+    # If this fails, some rank may not have made the call: it is counted afterwards.
     pairs = [
-        (group.registry.wrap(PerReplica, x, (number, i)), variable)
+        (registry.wrap(PerReplica, x, (registry.count, -1 - i)), variable)
         for i, (x, variable) in enumerate(zip(arrays, variables, strict=True))
     ]
     with context.entered(group.cross_frame):  # an exception is raised on all ranks
@@ -368,4 +369,5 @@ def _sums_by(
         if group.guard.checks:
             text += ", ".join(checksums.summarize(x) for x in results)
     group.guard.agree(Call(text))
+    registry.next_key()
     return results

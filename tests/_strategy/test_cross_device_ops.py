@@ -7,6 +7,7 @@ from replicas import (
     ON_READ,
     SUM,
     assert_mirrored,
+    assert_usable,
     context,
     local,
     make,
@@ -488,3 +489,31 @@ def test_variables_are_aggregated_by_it(strategy_with, size):
     assert ops.take() == []
     assert float(metric) == 2.0 * size
     assert [call[:2] for call in ops.take()] == [("reduce", "SUM")]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("how", ["all_reduce", "reduce", "assign", "apply_gradients"])
+def test_a_reduction_that_only_one_rank_makes(strategy_with, rank, how):
+    """All raise, and the strategy is usable: none has counted the call."""
+    strategy = strategy_with(mpidist.CollectiveAllReduce())
+    variable = make(strategy, np.zeros(2), aggregation=SUM)
+    optimizer = mpidist.optimizers.SGD(0.1)
+    optimizer.build([variable])
+    ones = strategy.run(lambda: np.ones(2))
+    calls = {
+        "all_reduce": lambda: context().all_reduce("SUM", 1),
+        "assign": lambda: variable.assign(np.ones(2)),
+        "apply_gradients": lambda: optimizer.apply_gradients([(np.ones(2), variable)]),
+    }
+
+    def call():
+        if how == "reduce":
+            if rank:
+                strategy.reduce("SUM", ones, axis=None)
+            else:
+                strategy.run(lambda: 1)
+        else:
+            strategy.run(calls[how] if rank else lambda: None)
+
+    raises_everywhere(mpidist.CollectiveMismatchError, call)
+    assert_usable(strategy)

@@ -10,7 +10,7 @@ import tracemalloc
 import numpy as np
 import posing
 import pytest
-from replicas import everywhere, own, raises_everywhere
+from replicas import assert_usable, everywhere, own, raises_everywhere
 
 import mpidist
 from mpidist import data
@@ -826,3 +826,17 @@ def test_the_end_of_an_iterator_is_no_value(strategy):
         with pytest.raises(StopIteration) as end:
             next(reader)
         assert end.value.value is None
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_input_function_that_one_rank_does_not_call(strategy, rank):
+    """All raise, and the strategy is usable: none has counted the call."""
+
+    def call():
+        if rank:
+            strategy.run(lambda: 1)
+        else:
+            strategy.distribute_datasets_from_function(lambda context: [])
+
+    raises_everywhere(mpidist.CollectiveMismatchError, call)
+    assert_usable(strategy)
