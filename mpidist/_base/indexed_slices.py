@@ -75,7 +75,7 @@ class IndexedSlices:
                 f"shape (k,), got {backend.describe(rows)} and "
                 f"{backend.describe(numbers)}"
             )
-        shape = None if dense_shape is None else tuple(dense_shape)
+        shape = None if dense_shape is None else tuple(map(int, dense_shape))
         # Past the check of a frozen class.
         vars(self).update(values=values, indices=indices, dense_shape=shape)
 

@@ -182,12 +182,14 @@ class Plans:
             call = f"{call} to rank {root}"
         leaves, structure = nest.flatten(tree)
         sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
-        call = f"{call} of IndexedSlices"
+        call = f"{call} {op.name} of IndexedSlices"
+        shapes = [leaves[i].dense_shape for i in sparse]
+        if any(shape is not None for shape in shapes):
+            call += f" with dense_shape {shapes}"
         with self._resources.guard.checking(call):
             if op not in (ReduceOp.SUM, ReduceOp.MEAN):
                 raise TypeError(
-                    f"{call}: {op.name} is not defined, only SUM and MEAN; reduce a "
-                    "dense array"
+                    f"{call} is not defined, only SUM and MEAN; reduce a dense array"
                 )
             results = list(leaves)
             dense = [x for i, x in enumerate(leaves) if i not in sparse]

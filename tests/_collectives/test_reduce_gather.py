@@ -255,6 +255,19 @@ def test_rows_that_are_not_per_replica_and_differ(strategy, rank):
     assert strategy.reduce("MEAN", same, axis=None).indices == [2]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_other_operations_and_dense_shapes_of_rows_on_other_ranks(strategy, rank):
+    """Rank 0's rows were added, the others' divided; shapes were each rank's own."""
+    for op, shape in (("MEAN" if rank else "SUM", None), ("SUM", [5 + rank])):
+        rows = mpidist.IndexedSlices([1.0], [rank], shape)
+        value = strategy.run(lambda rows=rows: rows)
+        raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda op=op, value=value: strategy.reduce(op, value, axis=None),
+        )
+    assert_usable(strategy)
+
+
 def test_mixed_nests(strategy, rank, size):
     value = strategy.run(lambda: float(rank))
     result = strategy.reduce("MEAN", {"p": value, "n": 7.0}, axis=None)
