@@ -55,8 +55,8 @@ s/tf\.train\.ClusterSpec/mpidist.cluster.ClusterSpec/g
 s/tf\.train\.(GradientDescent|Momentum)Optimizer\(/mpidist.optimizers.SGD(/g
 s/tf\.train\.get_or_create_global_step\(\)/mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")/g
 s/tf\.train\./mpidist./g
-s/(checkpoint|ckpt)\.write\(/\1.save(/g
-s/(checkpoint|ckpt)\.read\(/\1.restore(/g
+s/(checkpoint|ckpt|Checkpoint\([^()]*\))\.write\(/\1.save(/g
+s/(checkpoint|ckpt|Checkpoint\([^()]*\))\.read\(/\1.restore(/g
 s/tf\.experimental\.Optional\b/mpidist.data.Optional/g
 s/tf\.errors\.OutOfRangeError/mpidist.data.OutOfRangeError/g
 s/\btf\.errors\.(Aborted|Unavailable)Error\b/mpidist.CollectiveError/g

@@ -75,6 +75,8 @@ try:
         iterator.get_next()
 except tf.errors.OutOfRangeError:
     print("end of the data")
+best = tf.train.Checkpoint(w=w).write(manager.latest_checkpoint + "-w")
+tf.train.Checkpoint(w=w).read(best).assert_consumed()
 status = checkpoint.read(checkpoint.write(manager.latest_checkpoint + "-best"))
 status = checkpoint.restore(manager.latest_checkpoint)
 status.assert_consumed()
