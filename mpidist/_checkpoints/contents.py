@@ -131,8 +131,6 @@ def _parts_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
     elif item := guest_items.item_of(name, value):
         yield item
     elif (nested := _children(name, value)) is not None:
-        if unmade == "refuse" and isinstance(value, Module):
-            unmade = "skip"  # nobody named this object
         for child_name, child in nested:
             yield from _items_of(f"{name}/{child_name}", child, unmade)
     elif methods := _state_methods(value):

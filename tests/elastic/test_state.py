@@ -250,6 +250,13 @@ def test_a_state_that_raises_on_one_replica_raises_on_all():
 
 
 @pytest.mark.replicas(2)
+def _agent():
+    agent = mpidist.Module("agent")
+    agent.weights = mpidist.Variable(np.zeros(3))
+    agent.optimizer = mpidist.optimizers.SGD(0.1, momentum=0.9)
+    return agent
+
+
 @pytest.mark.parametrize(
     ("made", "kind", "message"),
     [
@@ -257,11 +264,9 @@ def test_a_state_that_raises_on_one_replica_raises_on_all():
         (lambda s: {"epoch": 1}, ValueError, "both have 'epoch'"),
         (lambda s: {"rate": 0.1}, TypeError, r"write `State\(build, rate=0.1"),
         (lambda s: {"commit": s}, ValueError, "'commit' cannot be the name"),
-        (
-            lambda s: {"sgd": mpidist.optimizers.SGD(0.1)},
-            RuntimeError,
-            "build",
-        ),
+        (lambda s: {"sgd": mpidist.optimizers.SGD(0.1)}, RuntimeError, "build"),
+        # Its slots were not committed, and so zero after a loss.
+        (lambda s: {"agent": _agent()}, RuntimeError, r"optimizer\.build\(variables\)"),
         (
             lambda s: {
                 "x": s.distribute_datasets_from_function(
