@@ -154,12 +154,15 @@ class Plans:
         with self._resources.guard.checking(call):
             merged = self._resources.merge_options(options)
             leaves, structure = nest.flatten(tree)
-            if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-                return self._reduce_slices(op, tree, options, call, root)
-            pairs = [backend.as_array(leaf, call) for leaf in leaves]
-            arrays = [array for array, _ in pairs]
-            how = (call, op._name_, options, root, _form_of(tree, structure, arrays))
-            plan = self._find(how, op, structure, arrays, call, merged, root)
+            has_slices = any(isinstance(leaf, IndexedSlices) for leaf in leaves)
+            if not has_slices:
+                pairs = [backend.as_array(leaf, call) for leaf in leaves]
+                arrays = [array for array, _ in pairs]
+                form = _form_of(tree, structure, arrays)
+                how = (call, op._name_, options, root, form)
+                plan = self._find(how, op, structure, arrays, call, merged, root)
+        if has_slices:  # collective: what it raises, all ranks know already
+            return self._reduce_slices(op, tree, options, call, root)
         results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [

@@ -268,6 +268,16 @@ def test_other_operations_and_dense_shapes_of_rows_on_other_ranks(strategy, rank
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_an_array_that_is_refused_on_one_rank_beside_rows_on_others(strategy, rank):
+    """The others told of the error once more, and waited until the deadline."""
+    bools = np.ones(2, bool)
+    rows = mpidist.IndexedSlices(np.ones(2), [0, 1])
+    value = strategy.run(lambda: rows if rank else bools)
+    raises_everywhere(TypeError, lambda: strategy.reduce("SUM", value, axis=None))
+    assert_usable(strategy)
+
+
 def test_mixed_nests(strategy, rank, size):
     value = strategy.run(lambda: float(rank))
     result = strategy.reduce("MEAN", {"p": value, "n": 7.0}, axis=None)
