@@ -200,6 +200,7 @@ class Plans:
             for i in sparse:
                 values, kind = backend.as_array(leaves[i].values, call)
                 if op is ReduceOp.MEAN:
+                    dtype_table.reduction(values.dtype, op, call)  # not of bool
                     values = values / values.dtype.type(self._resources.comm.size)
                 parts.append([backend.as_given(values, kind), leaves[i].indices])
         gathered = self._all_gather(parts, 0, options, call)

@@ -278,6 +278,16 @@ def test_an_array_that_is_refused_on_one_rank_beside_rows_on_others(strategy, ra
     assert_usable(strategy)
 
 
+def test_the_mean_of_rows_of_bool_is_refused(strategy):
+    """As of dense arrays; they were not divided."""
+    value = strategy.run(lambda: mpidist.IndexedSlices([True, False], [0, 1]))
+    for message in raises_everywhere(
+        TypeError, lambda: strategy.reduce("MEAN", value, axis=None)
+    ):
+        assert "MEAN of bool is not defined" in message
+    assert_usable(strategy)
+
+
 def test_mixed_nests(strategy, rank, size):
     value = strategy.run(lambda: float(rank))
     result = strategy.reduce("MEAN", {"p": value, "n": 7.0}, axis=None)
