@@ -59,10 +59,11 @@ MORE_RANKS_THAN_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same in Open MPI 4
 }
-# Open MPI's TCP otherwise moves large messages in one direction at a time, and its
-# mpirun waits for eight minutes for a host that it cannot reach.
+# Open MPI's TCP otherwise moves large messages in one direction at a time, and asks
+# before it sends 64 KiB; its mpirun waits eight minutes for a host it cannot reach.
 BETWEEN_HOSTS: Final = {
     "OMPI_MCA_btl_tcp_flags": "1",
+    "OMPI_MCA_btl_tcp_eager_limit": "262144",
     "PRTE_MCA_oob_tcp_keepalive_time": "60",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "10",
     "PRTE_MCA_oob_tcp_keepalive_probes": "6",
