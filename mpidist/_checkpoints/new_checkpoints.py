@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from mpidist._base.expect import expect
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.manager import latest_checkpoint
+from mpidist._checkpoints.saved_objects import as_path
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -66,13 +67,7 @@ def _paths(
     began = time.monotonic()
 
     def check() -> None:
-        expected = "`checkpoint_dir` to be a path"
-        expect(
-            isinstance(checkpoint_dir, (str, os.PathLike)),
-            _NAME,
-            expected,
-            checkpoint_dir,
-        )
+        as_path(checkpoint_dir, _NAME)
         for name, value in (("min_interval_secs", interval), ("timeout", timeout or 0)):
             expected = f"`{name}` to be a number of seconds"
             expect(isinstance(value, (int, float)), _NAME, expected, value)

@@ -162,7 +162,7 @@ class Plans:
                 how = (call, op._name_, options, root, form)
                 plan = self._find(how, op, structure, arrays, call, merged, root)
         if has_slices:  # collective: what it raises, all ranks know already
-            return self._reduce_slices(op, tree, options, call, root)
+            return self._reduce_slices(op, leaves, structure, options, call, root)
         results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [
@@ -174,7 +174,8 @@ class Plans:
     def _reduce_slices(
         self,
         op: ReduceOp,
-        tree: Nest,
+        leaves: list[Nest],
+        structure: nest.Structure,
         options: CommunicationOptions | None,
         call: str,
         root: int | None,
@@ -183,7 +184,6 @@ class Plans:
         to_here = root is None or root == self._resources.comm.rank
         if root is not None:
             call = f"{call} to rank {root}"
-        leaves, structure = nest.flatten(tree)
         sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
         call = f"{call} {op.name} of IndexedSlices"
         shapes = [leaves[i].dense_shape for i in sparse]
