@@ -14,8 +14,7 @@ the ranks yourself:
 the rows are chosen so that the first is 0.5, 1 or 4 times the second. *hidden* is the
 part of what can be hidden: (alone + reduction - step) / min(backward pass, reduction).
 
-Open MPI's TCP moves one direction at a time unless OMPI_MCA_btl_tcp_flags=1, which is
-set on the virtual hosts.
+The virtual hosts have the settings that mpidist gives Open MPI; gloo has its own TCP.
 """
 
 import copy
@@ -41,6 +40,8 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     import hosts
 
+    from mpidist._mpi.library import OPEN_MPI_SETTINGS
+
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     mbits = int(sys.argv[2]) if len(sys.argv) > 2 else MBITS
     rest = sys.argv[3:] or ["20"]
@@ -54,7 +55,7 @@ def main() -> None:
         program = machines.folder / "torch_overlap.py"
         shutil.copy(__file__, program)
         env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        env["OMPI_MCA_btl_tcp_flags"] = "1"
+        env |= OPEN_MPI_SETTINGS
         argv = [str(program), "--rank", *rest]
         with machines.job(1, argv, env=env, shown=True) as job:
             status = job.wait(JOB_SECONDS)

@@ -21,6 +21,7 @@ from typing import Final
 from mpidist._cli.speaking import Parser, UsageError
 from mpidist._cli.supervision import Supervisor
 from mpidist._mpi import launcher
+from mpidist._mpi.library import OPEN_MPI_SETTINGS
 
 ABOUT: Final = "start a program on ranks of this machine, by the environment's mpirun"
 _DESCRIPTION: Final = """\
@@ -59,11 +60,9 @@ MORE_RANKS_THAN_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same in Open MPI 4
 }
-# Open MPI's TCP otherwise moves large messages in one direction at a time, and asks
-# before it sends 64 KiB; its mpirun waits eight minutes for a host it cannot reach.
+# Open MPI's mpirun otherwise waits eight minutes for a host it cannot reach.
 BETWEEN_HOSTS: Final = {
-    "OMPI_MCA_btl_tcp_flags": "1",
-    "OMPI_MCA_btl_tcp_eager_limit": "262144",
+    **OPEN_MPI_SETTINGS,
     "PRTE_MCA_oob_tcp_keepalive_time": "60",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "10",
     "PRTE_MCA_oob_tcp_keepalive_probes": "6",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import os
 import sys
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -27,6 +28,17 @@ MpiRequest: TypeAlias = Any
 _MPIX_GPU_SUPPORT_CUDA: Final = 0  # of MPICH's mpi.h
 _MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
 
+OPEN_MPI_SETTINGS: Final = {
+    "OMPI_MCA_btl_tcp_flags": "1",
+    "OMPI_MCA_btl_tcp_eager_limit": "262144",
+    "OMPI_MCA_coll_libnbc_iallgather_algorithm": "2",
+}
+"""What Open MPI gets, where nothing else is set, to be faster between nodes.
+
+Its TCP otherwise moves large messages in one direction at a time, and asks the receiver
+before it sends 64 KiB; its ``Iallgather`` sends from each rank to each, in place of
+recursive doubling (for a power of two; for other numbers it still does).
+"""
 
 IN_CHILD: Final = (
     "this process was forked by a rank, and is not a rank itself, so the strategies of "
@@ -55,12 +67,16 @@ def is_forbidden() -> bool:
 def mpi_module() -> MpiModule:
     """Import mpi4py, which starts MPI, and return it.
 
+    Open MPI is given `OPEN_MPI_SETTINGS`, unless the program has started it.
+
     Raises:
         ImportError: if there is no MPI library.
         RuntimeError: in a process that a rank has started, or forked.
     """
     if _in_child or "mpi4py.MPI" not in sys.modules:
         check_is_rank()
+        for name, value in OPEN_MPI_SETTINGS.items():
+            os.environ.setdefault(name, value)
     try:
         return importlib.import_module("mpi4py.MPI")
     except RecursionError:  # a RuntimeError, but of the caller

@@ -1,0 +1,66 @@
+"""What Open MPI is given before it starts; as the library itself says (MPI_T)."""
+
+import subprocess
+import sys
+
+import pytest
+from launching import rank_environment
+
+from mpidist._mpi.library import OPEN_MPI_SETTINGS
+
+PROGRAM = """
+import ctypes, sys
+import {first}
+import mpidist
+mpidist.MPIStrategy()
+from mpi4py import MPI
+library = ctypes.CDLL(MPI.__file__)
+index, handle, count, value = (ctypes.c_int() for _ in range(4))
+handle = ctypes.c_void_p()
+assert library.MPI_T_init_thread(0, ctypes.byref(index)) == 0
+for name in sys.argv[1:]:
+    value = ctypes.c_uint64()
+    assert library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index)) == 0, name
+    assert 0 == library.MPI_T_cvar_handle_alloc(
+        index, None, ctypes.byref(handle), ctypes.byref(count)
+    )
+    assert library.MPI_T_cvar_read(handle, ctypes.byref(value)) == 0
+    print(name, value.value)
+"""
+
+
+def read_settings(first, names, **variables):
+    """Return what Open MPI has, if a program imports ``first`` before mpidist."""
+    environment = rank_environment()
+    for name in OPEN_MPI_SETTINGS:
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(first=first), *names],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def test_open_mpi_is_given_what_it_needs_between_nodes():
+    vendor = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    library = subprocess.run(
+        [sys.executable, "-c", vendor],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    if library.stdout.strip() != "Open MPI":
+        pytest.skip("of Open MPI")
+    prefix = "OMPI_MCA_"
+    wanted = {k.removeprefix(prefix): v for k, v in OPEN_MPI_SETTINGS.items()}
+    assert read_settings("os", wanted) == wanted
+    limit = "btl_tcp_eager_limit"
+    assert read_settings("os", [limit], **{prefix + limit: "70000"})[limit] == "70000"
+    assert read_settings("mpi4py.MPI", [limit])[limit] != wanted[limit]
