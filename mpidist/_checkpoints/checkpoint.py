@@ -54,9 +54,13 @@ class Checkpoint:
 
     Example::
 
-        checkpoint = mpidist.Checkpoint(weights=weights, optimizer=optimizer, step=step)
+        with strategy.scope():
+            weights = mpidist.Variable(np.ones(2))
+        checkpoint = mpidist.Checkpoint(weights=weights)
         checkpoint.save("run/latest")
+        weights.assign([5.0, 6.0])
         checkpoint.restore("run/latest")
+        weights.numpy()  # array([1., 1.])
 
     Args:
         objects: the objects, by name.

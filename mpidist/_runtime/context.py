@@ -204,12 +204,17 @@ def variable_sync_on_read_context() -> Iterator[None]:
     `Variable.read_value`, `Variable.numpy`, operators, and NumPy functions. In
     cross-replica context reading always aggregates.
 
-    Example, on two replicas, with an ON_READ variable ``total`` of aggregation SUM::
+    Example, on two replicas::
 
-        def fn():
+        def replica_fn():
             total.assign(5.0)
             with mpidist.variable_sync_on_read_context():
-                return total + 2.0  # 12.0: both copies, and 2
+                return total + 2.0  # np.float64(12.0)
+
+
+        with strategy.scope():
+            total = mpidist.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+        strategy.run(replica_fn)
     """
     frame = current()
     if frame.replica_context is None or not _stack.frames:

@@ -170,8 +170,12 @@ class ReplicaContext:
 
         Example, on two replicas::
 
-            ctx = mpidist.get_replica_context()
-            ctx.all_reduce("SUM", {"a": 1, "b": [40, 1]})  # {'a': 2, 'b': [80, 2]}
+            def replica_fn():
+                ctx = mpidist.get_replica_context()
+                return ctx.all_reduce("SUM", {"a": 1, "b": [40]})  # {'a': 2, 'b': [80]}
+
+
+            strategy.run(replica_fn)
         """
         try:
             if context.current().replica_context is not self:
@@ -281,11 +285,16 @@ class ReplicaContext:
         Raises:
             RuntimeError: if called outside this replica context.
 
-        Example, in a replica function::
+        Example, on two replicas::
 
-            total = ctx.all_reduce_async("SUM", gradients)
-            loss = evaluate(x)  # meanwhile
-            update(total.result())
+            def replica_fn(x):
+                handle = mpidist.get_replica_context().all_reduce_async("SUM", x)
+                norm = np.linalg.norm(x)  # this is computed during the all-reduce
+                return norm, handle.result()
+
+
+            norm, total = strategy.run(replica_fn, args=(np.ones(3),))
+            strategy.experimental_local_results(total)  # (array([2., 2., 2.]),)
         """
         at_once = type(reduce_op) is not ReduceOp and callable(reduce_op)
         make = functools.partial(self._reduce_now, reduce_op, value, options)

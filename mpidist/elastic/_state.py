@@ -262,8 +262,8 @@ class State:
     modules and optimizers of torch, and all others that a `mpidist.Checkpoint` accepts.
     A plain value is anything made of None, bools, numbers, strings, bytes and NumPy
     arrays in lists, tuples and dicts, or a pytree of JAX arrays; it is read and set as
-    an attribute: ``state.epoch += 1``. Names that were not passed
-    cannot be set, since they would not be kept.
+    an attribute: ``state.epoch += 1``. Names that were not passed cannot be set, since
+    they would not be kept.
 
     After a loss:
 

@@ -129,10 +129,16 @@ def value_and_grad(
         TypeError: if ``fun`` is not a function.
         ValueError: if the operation is unknown.
 
-    Example::
+    Example, on two replicas::
 
-        step = mpidist.jax.value_and_grad(loss)
-        loss, gradients = step(parameters, x, y)
+        def loss(w, x):
+            return ((x @ w) ** 2).mean()
+
+
+        step = mpidist.jax.value_and_grad(loss, strategy=strategy)
+        x = jax.numpy.full((4, 2), strategy.replica_id)  # its own rows of each rank
+        value, gradient = step(jax.numpy.ones(2), x)
+        float(value), gradient.tolist()  # (2.0, [2.0, 2.0])
     """
     call = "mpidist.jax.value_and_grad"
     expect(callable(fun), call, "`fun` to be a function", fun)

@@ -213,7 +213,9 @@ def run(
 
     ``fn`` is the program: each replica calls it, as each process does under
     ``mpirun``. In it ``MPIStrategy()`` is a strategy over all replicas, and everything
-    created from it works as under MPI. MPI is neither started nor needed::
+    created from it works as under MPI. MPI is neither started nor needed.
+
+    Example::
 
         def program():
             strategy = mpidist.MPIStrategy()

@@ -65,8 +65,15 @@ class DistributedOptimizer(_AnyOptimizer):
 
     Example::
 
+        model = torch.nn.Linear(2, 1)
+        mpidist.torch.broadcast_parameters(model, strategy=strategy)
         optimizer = torch.optim.Adam(model.parameters())
-        optimizer = mpidist.torch.DistributedOptimizer(optimizer, max_norm=1.0)
+        optimizer = mpidist.torch.DistributedOptimizer(
+            optimizer, max_norm=1.0, strategy=strategy
+        )
+        loss = model(torch.ones(4, 2)).mean()  # of this rank's rows
+        loss.backward()
+        optimizer.step()
     """
 
     @explain_keywords("mpidist.torch.DistributedOptimizer")

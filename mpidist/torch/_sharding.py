@@ -93,10 +93,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     Example::
 
-        optimizer = mpidist.torch.ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, lr=0.001
-        )
-        optimizer = mpidist.torch.DistributedOptimizer(optimizer)
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1)
+            mpidist.torch.broadcast_parameters(model)
+            optimizer = mpidist.torch.ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, lr=0.001
+            )
+            optimizer = mpidist.torch.DistributedOptimizer(optimizer)
     """
 
     state_is_collective = True

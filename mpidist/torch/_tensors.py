@@ -227,7 +227,8 @@ def all_reduce(
 
     Example::
 
-        loss = mpidist.torch.all_reduce(loss.detach(), "MEAN", strategy=strategy)
+        loss = torch.tensor(0.5)  # of this rank's rows
+        mpidist.torch.all_reduce(loss, "MEAN", strategy=strategy)  # tensor(0.5000)
     """
     call = "mpidist.torch.all_reduce"
     group = group_of_call(strategy, call)

@@ -8,11 +8,14 @@ from __future__ import annotations
 import ast
 import configparser
 import functools
+import importlib
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launching import ROOT
 
@@ -199,26 +202,65 @@ def docstrings() -> list[tuple[str, str]]:
 
 
 def test_there_are_no_doctests():
-    """Nothing would run them: programs are in the guides, where they are run."""
+    """Examples in docstrings have values in comments; programs are in the guides."""
     pages = [(str(page.relative_to(ROOT)), text_of(page)) for page in DOCUMENTS]
     found = [w for w, text in docstrings() + pages if re.search(r"^ *>>> ", text, re.M)]
     assert found == []
 
 
-def test_the_examples_in_docstrings_are_python():
-    """A block of lines that are indented after a line such as "Example::"."""
-    pattern = r"^( *)Example.*::\n\n((?:\1 +.*\n|\n)+)"
-    examples = [
-        (where, textwrap.dedent(match[2]))
-        for where, text in docstrings()
-        for match in re.finditer(pattern, text + "\n", re.M)
-    ]
-    assert len(examples) >= 3
-    for where, code in examples:
-        try:
-            ast.parse(code)
-        except SyntaxError as error:
-            pytest.fail(f"{where}: {error}\n{code}")
+def examples() -> Iterator[Any]:
+    """Yield the blocks that are indented after a line such as "Example::"."""
+    pattern = r"^( *)Example(.*)::\n\n((?:\1 +.*\n|\n)+)"
+    for where, text in docstrings():
+        guest = re.search("mpidist/(torch|jax)/", where)
+        for match in re.finditer(pattern, text + "\n", re.M):
+            code = textwrap.dedent(match[3])
+            sizes = (2,) if "two replicas" in match[2] else (1, 2, 3)
+            marks = [pytest.mark.guests] if guest else []
+            yield pytest.param(code, sizes, guest and guest[1], id=where, marks=marks)
+
+
+class Comparisons(ast.NodeTransformer):
+    """Replaces ``f(x)  # 2`` and ``return f(x)  # 2`` by comparisons of the value."""
+
+    def __init__(self, code: str) -> None:
+        self._lines = code.splitlines()
+
+    def compared(self, node: ast.Expr | ast.Return) -> ast.AST:
+        _, _, text = self._lines[node.end_lineno - 1].partition("  # ")
+        if text:
+            arguments = [node.value, ast.Constant(text)]
+            node.value = ast.Call(ast.Name("compare", ast.Load()), arguments, [])
+        return ast.fix_missing_locations(node)
+
+    visit_Expr = visit_Return = compared  # noqa: N815
+
+
+def compare(value: Any, text: str) -> Any:
+    assert repr(value) == text
+    return value
+
+
+@pytest.mark.parametrize(("code", "sizes", "guest"), [*examples()])
+def test_the_examples_in_docstrings_are_true(code, sizes, guest, tmp_path, monkeypatch):
+    """On one, two and three replicas, or on two if the example says so."""
+    names = {"mpidist": mpidist, "np": np, "compare": compare}
+    if guest:
+        pytest.importorskip(guest)
+        names |= {guest: importlib.import_module(guest)}
+        importlib.import_module(f"mpidist.{guest}")
+    program = compile(Comparisons(code).visit(ast.parse(code)), "example", "exec")
+    for size in sizes:
+        (tmp_path / str(size)).mkdir()
+        monkeypatch.chdir(tmp_path / str(size))
+        if "testing.run(" in code:
+            exec(program, dict(names))
+            continue
+
+        def replica() -> None:
+            exec(program, names | {"strategy": mpidist.MPIStrategy()})
+
+        mpidist.testing.run(size, replica)
 
 
 # --- exceptions -------------------------------------------------------------------
