@@ -43,6 +43,13 @@ class IndexedSlices:
         values: the rows: an array of shape ``(k, ...)``.
         indices: the numbers of the rows: an array of integers, of shape ``(k,)``.
         dense_shape: the shape of the larger array, if it was given.
+
+    Example::
+
+        with strategy.scope():
+            table = mpidist.Variable(np.zeros((5, 2)))
+        table.scatter_add(mpidist.IndexedSlices(values=[[1.0, 2.0]], indices=[3]))
+        table[3]  # array([1., 2.])
     """
 
     values: Array

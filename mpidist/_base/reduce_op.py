@@ -21,6 +21,12 @@ class ReduceOp(enum.Enum):
     ``SUM`` and ``MEAN`` are those of ``tf.distribute.ReduceOp``; ``MIN``, ``MAX``
     and ``PROD`` are additional. Names are accepted in place of members, in upper or
     lower case. ``mpidist docs porting`` has the table of dtypes and operations.
+
+    Example::
+
+        value = strategy.run(lambda: 3.0)
+        strategy.reduce(mpidist.ReduceOp.MEAN, value, axis=None)  # 3.0
+        strategy.reduce("MEAN", value, axis=None)  # 3.0
     """
 
     SUM = "SUM"

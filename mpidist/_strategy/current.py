@@ -22,6 +22,11 @@ def get_strategy() -> Strategy:
 
     Never None. Inside ``scope()``, ``run``, ``merge_fn`` and ``update`` it is the
     strategy they belong to. Not collective.
+
+    Example::
+
+        with strategy.scope():
+            mpidist.get_strategy() is strategy  # True
     """
     return context.current().group.strategy
 
@@ -34,6 +39,16 @@ def get_replica_context() -> ReplicaContext | Any:
 
     The return type includes ``Any`` for type checkers: in replica functions, where most
     programs call it, it is never None, and no test for None is needed.
+
+    Example, on two replicas::
+
+        def replica_fn():
+            return mpidist.get_replica_context().num_replicas_in_sync  # 2
+
+
+        strategy.run(replica_fn)
+        with strategy.scope():
+            mpidist.get_replica_context()  # None
     """
     return context.current().replica_context
 
@@ -135,6 +150,11 @@ def seed_all(
 
     Raises:
         TypeError, ValueError: if it is not such a seed.
+
+    Example::
+
+        generator = mpidist.seed_all(1, strategy=strategy)
+        noise = generator.normal(size=3)  # different on each rank
     """
     number = as_int("seed_all", "seed", seed, least=0)
     key = (_rank(strategy),) if per_rank else ()

@@ -61,6 +61,12 @@ class MPIStrategy(Strategy):
             one rank if the launcher started several processes: each would then be a
             separate program with one replica. ``MPIDIST_ALONE=1`` allows it.
         ImportError: if there is no MPI library.
+
+    Example, on two replicas::
+
+        strategy = mpidist.MPIStrategy()
+        ranks = strategy.run(lambda: strategy.replica_id)
+        strategy.reduce("MAX", ranks, axis=None)  # 1
     """
 
     _name = "MPIStrategy"

@@ -225,6 +225,16 @@ class ReplicaContext:
             TypeError, ValueError: if a leaf is not an array, or the axis is out of
                 range.
             CollectiveMismatchError: if the replicas' calls differ.
+
+        Example, on two replicas::
+
+            def replica_fn():
+                ctx = mpidist.get_replica_context()
+                rank = np.array([ctx.replica_id_in_sync_group])
+                return ctx.all_gather(rank, axis=0)  # array([0, 1])
+
+
+            strategy.run(replica_fn)
         """
         try:
             if context.current().replica_context is not self:
@@ -378,6 +388,20 @@ class ReplicaContext:
                 file; ``merge_fn`` may close over it instead.
             Exception: any exception that ``merge_fn`` raises, on every replica.
             CollectiveMismatchError: if the replicas' calls differ.
+
+        Example, on two replicas::
+
+            def merge_fn(strategy, x):
+                return strategy.reduce("MEAN", x, axis=None)
+
+
+            def replica_fn():
+                ctx = mpidist.get_replica_context()
+                rank = ctx.replica_id_in_sync_group
+                return ctx.merge_call(merge_fn, args=(rank,))  # 0.5
+
+
+            strategy.run(replica_fn)
         """
         group = self._group
         try:

@@ -184,6 +184,12 @@ class Strategy:
             RuntimeError: when it is entered inside the scope of another strategy, or in
                 a replica function; when it is left before a scope that was entered in
                 it, such as that of `variable_creator_scope`.
+
+        Example::
+
+            with strategy.scope():
+                weights = mpidist.Variable(np.zeros(3))  # a copy on each replica
+            weights.distribute_strategy is strategy  # True
         """
         return Scope(self._group, self)
 
@@ -259,6 +265,18 @@ class Strategy:
             CollectiveMismatchError: if replicas made different collective calls, or
                 returned different structures.
             RuntimeError: in a replica function, or in another strategy's scope.
+
+        Example, on two replicas::
+
+            def replica_fn(x):
+                return x**2
+
+
+            x = strategy.experimental_distribute_values_from_function(
+                lambda ctx: 1.0 + ctx.replica_id_in_sync_group
+            )
+            squares = strategy.run(replica_fn, args=(x,))
+            strategy.reduce("SUM", squares, axis=None)  # 5.0
         """
         kwargs = {} if kwargs is None else kwargs
         given = self._group, _RUN, fn, args, kwargs
@@ -308,6 +326,12 @@ class Strategy:
             ValueError: if the operation is unknown or the axis out of range, or for SUM
                 or PROD of a value that is not per replica.
             CollectiveMismatchError: if the ranks' arrays differ in shape or dtype.
+
+        Example, on two replicas::
+
+            value = strategy.run(lambda: np.array([1.0, 2.0]))
+            strategy.reduce("SUM", value, axis=None)  # array([2., 4.])
+            strategy.reduce("SUM", value, axis=0)  # np.float64(6.0)
         """
         if axis is _NO_AXIS:
             with dispatch.checking(self._group, "reduce"):
@@ -338,6 +362,11 @@ class Strategy:
         Raises:
             TypeError, ValueError: if it is not an array, or the axis is out of range.
             CollectiveMismatchError: if other dimensions or the dtypes differ.
+
+        Example, on two replicas::
+
+            value = strategy.run(lambda: np.array([1.0, 2.0]))
+            strategy.gather(value, axis=0)  # array([1., 2., 1., 2.])
         """
         return dispatch.perform(self._group, "gather", value, axis)
 
@@ -373,6 +402,13 @@ class Strategy:
             RuntimeError: in a replica function, and in ``merge_fn``, which one rank
                 runs for all: create them at program level and pass them in.
             CollectiveMismatchError: if structures, shapes or dtypes differ.
+
+        Example, on two replicas::
+
+            buffers = strategy.buffers_like({"w": np.zeros(100_000)})
+            buffers["w"][...] = 1.0
+            total = strategy.reduce("SUM", strategy.run(lambda: buffers), axis=None)
+            total["w"][0]  # np.float64(2.0)
         """
         context.require_program_level(self._group, "buffers_like")
         return self._group.collectives.buffers_like(map_structure(own_component, nest))
@@ -391,6 +427,11 @@ class Strategy:
         At program level a tuple with this rank's component only. In ``merge_fn`` those
         of all replicas, in replica order; this call gathers them. A nest gives one nest
         per replica; a value that is not distributed gives ``(value,)``.
+
+        Example::
+
+            value = strategy.run(lambda: 7)
+            strategy.experimental_local_results(value)  # (7,)
         """
         return local_results(self._group, value)
 
@@ -440,6 +481,13 @@ class Strategy:
 
         Raises:
             ReplicaError: if ``value_fn`` raised on another rank.
+
+        Example, on two replicas::
+
+            ranks = strategy.experimental_distribute_values_from_function(
+                lambda ctx: np.array([ctx.replica_id_in_sync_group])
+            )
+            strategy.gather(ranks, axis=0)  # array([0, 1])
         """
         call = "experimental_distribute_values_from_function"
         frame = context.require_cross_replica(self._group, call)
@@ -483,6 +531,13 @@ class Strategy:
             NotImplementedError: for `InputReplicationMode.PER_REPLICA`.
             CollectiveMismatchError: if the visible properties of the ranks' datasets
                 differ: length, batch size, seeds, dtypes.
+
+        Example, on two replicas::
+
+            dataset = mpidist.data.Dataset.range(8).batch(4)
+            for batch in strategy.experimental_distribute_dataset(dataset):
+                rows = strategy.experimental_local_results(batch)[0]
+                rows.shape  # (2,)
         """
         from mpidist.data import DistributedDataset
 
@@ -509,6 +564,18 @@ class Strategy:
 
         Raises:
             ReplicaError: if ``dataset_fn`` raised on another rank.
+
+        Example, on two replicas::
+
+            def dataset_fn(context):
+                n, rank = context.num_input_pipelines, context.input_pipeline_id
+                dataset = mpidist.data.Dataset.range(8).shard(n, rank)
+                return dataset.batch(context.get_per_replica_batch_size(4))
+
+
+            batches = strategy.distribute_datasets_from_function(dataset_fn)
+            first = next(iter(batches))
+            strategy.gather(first, axis=0)  # array([0, 2, 1, 3])
         """
         from mpidist.data import DistributedDataset
 

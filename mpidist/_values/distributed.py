@@ -104,6 +104,12 @@ class PerReplica(DistributedValues[Own]):
     (`Strategy.reduce`), gather it (`Strategy.gather`), pass it to
     `Strategy.run`, or take this rank's component with
     `Strategy.experimental_local_results`.
+
+    Example, on two replicas::
+
+        value = strategy.run(lambda: strategy.replica_id)  # a PerReplica
+        strategy.run(lambda x: x + 1, args=(value,))
+        strategy.reduce("SUM", value, axis=None)  # 1
     """
 
     # Makes NumPy and CuPy arrays defer operators to this class.
@@ -180,6 +186,12 @@ class Mirrored(DistributedValues[Any], ArrayLike):
     """A value that is the same on all replicas: the result of a reduction.
 
     It acts as the array that it holds.
+
+    Example, on two replicas::
+
+        value = strategy.run(lambda: np.array([1.0, 2.0]))
+        total = strategy.extended.reduce_to("SUM", value, value)  # a Mirrored
+        total + 1.0  # array([3., 5.])
     """
 
     def value(self) -> Any:

@@ -87,6 +87,20 @@ class Variable(ArrayLike, Registered):
         ValueError: for MEAN of a dtype that is not floating-point, SUM of bool, an
             unsupported synchronization, or an initial value of another shape.
         TypeError: if the initial value is not an array.
+
+    Example, on two replicas::
+
+        with strategy.scope():
+            total = mpidist.Variable(np.zeros(2), aggregation="SUM")
+
+
+        def replica_fn():
+            total.assign_add([1.0, 2.0])
+            return total * 10.0  # array([20., 40.])
+
+
+        strategy.run(replica_fn)
+        total.numpy()  # array([2., 4.])
     """
 
     _storage: VariableStorage
