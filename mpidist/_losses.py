@@ -46,6 +46,15 @@ def global_batch_size(batch: Nest) -> int:
             not per replica.
         ValueError: if the nest has no arrays, or they have different numbers of rows.
         RuntimeError: inside the function of ``update``.
+
+    Example, on two replicas::
+
+        def replica_fn():
+            rows = np.zeros((1 + strategy.replica_id, 5))  # replica 1 has two rows
+            return mpidist.global_batch_size(rows)  # 3
+
+
+        strategy.run(replica_fn)
     """
     frame = context.current()
     if frame.level is context.Level.UPDATE:
@@ -139,6 +148,16 @@ def compute_average_loss(
     Raises:
         TypeError, ValueError: for invalid arguments.
         RuntimeError: in cross-replica context.
+
+    Example, on two replicas::
+
+        def replica_fn():
+            rows = np.full(1 + strategy.replica_id, 3.0)  # replica 1 has two rows
+            return mpidist.compute_average_loss(rows)
+
+
+        losses = strategy.run(replica_fn)
+        strategy.reduce("SUM", losses, axis=None)  # np.float64(3.0)
     """
     frame = context.current()
     if frame.level is not context.Level.REPLICA:

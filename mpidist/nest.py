@@ -20,6 +20,10 @@ def flatten(structure: _Nest, expand_composites: bool = False) -> list[_Nest]:
     Args:
         structure: the nest.
         expand_composites: accepted and ignored: there are no composite tensors.
+
+    Example::
+
+        mpidist.nest.flatten({"b": 2, "a": (1, None)})  # [1, None, 2]
     """
     return _nest.flatten(structure)[0]
 
@@ -40,6 +44,11 @@ def map_structure(
 
     Raises:
         ValueError: if the structures differ.
+
+    Example::
+
+        x, y = {"a": 1, "b": [2, 3]}, {"a": 10, "b": [20, 30]}
+        mpidist.nest.map_structure(lambda x, y: x + y, x, y)  # {'a': 11, 'b': [22, 33]}
     """
     return _nest.map_structure(func, *structure)
 
@@ -58,6 +67,10 @@ def pack_sequence_as(
 
     Raises:
         ValueError: if their number is wrong.
+
+    Example::
+
+        mpidist.nest.pack_sequence_as((0, [0, 0]), [1, 2, 3])  # (1, [2, 3])
     """
     shape = _nest.flatten(structure)[1]
     leaves = list(flat_sequence)

@@ -55,6 +55,17 @@ class CheckpointManager:
 
     Raises:
         TypeError, ValueError: if an argument is invalid; on all ranks.
+
+    Example::
+
+        with strategy.scope():
+            step = mpidist.Variable(0)
+        checkpoint = mpidist.Checkpoint(step=step)
+        manager = mpidist.CheckpointManager(checkpoint, "run", max_to_keep=3)
+        manager.restore_or_initialize()  # None
+        while int(step) < 2:
+            step.assign_add(1)
+            path = manager.save()
     """
 
     @explain_keywords("CheckpointManager")

@@ -82,6 +82,12 @@ class Dataset(metaclass=_Names):
         Raises:
             TypeError: if it is none of these, or the name is no str.
             ValueError: if the first dimensions differ, or there is none.
+
+        Example::
+
+            arrays = {"x": np.array([1.5, 2.5]), "y": np.array([0, 1])}
+            dataset = mpidist.data.Dataset.from_tensor_slices(arrays)
+            next(iter(dataset))  # {'x': np.float64(1.5), 'y': np.int64(0)}
         """
         hint = "write `from_tensor_slices((x, y))` for the rows of several arrays"
         is_name = name is None or isinstance(name, str)
@@ -248,6 +254,11 @@ class Dataset(metaclass=_Names):
             TypeError: if there is neither a size nor a seed.
             ValueError: if there is no size, but the dataset is infinite, or its
                 elements are not found by number.
+
+        Example::
+
+            dataset = mpidist.data.Dataset.range(5).shuffle(5, seed=1)
+            sorted(int(x) for x in dataset)  # [0, 1, 2, 3, 4]
         """
         stage, size = self._stage, None
         if buffer_size is None and seed is None:
@@ -400,6 +411,11 @@ class Dataset(metaclass=_Names):
             synchronous: accepted, without effect.
             use_unbounded_threadpool: accepted, without effect.
             name: accepted.
+
+        Example::
+
+            dataset = mpidist.data.Dataset.range(3).map(lambda x: x**2)
+            [int(x) for x in dataset]  # [0, 1, 4]
         """
         call = _as_call("map", "map_func", map_func)
         calls = _as_calls("map", num_parallel_calls)
@@ -448,6 +464,12 @@ class Dataset(metaclass=_Names):
                 ``block_length`` elements ahead; `AUTOTUNE`: all.
             deterministic: accepted: the order is kept with False, too.
             name: accepted.
+
+        Example::
+
+            starts = mpidist.data.Dataset.from_tensor_slices([0, 10])
+            dataset = starts.interleave(lambda i: mpidist.data.Dataset.range(i, i + 3))
+            [int(x) for x in dataset]  # [0, 10, 1, 11, 2, 12]
         """
         call = _as_call("interleave", "map_func", map_func)[:-1]
         cycle = _as_tuned(
@@ -508,6 +530,11 @@ class Dataset(metaclass=_Names):
             num_parallel_calls: accepted, without effect: use that of `map`.
             deterministic: accepted, without effect.
             name: accepted.
+
+        Example::
+
+            dataset = mpidist.data.Dataset.range(5).batch(2)
+            [x.tolist() for x in dataset]  # [[0, 1], [2, 3], [4]]
         """
         size = _as_count("batch", "batch_size", batch_size, least=1)
         drop = bool(drop_remainder)

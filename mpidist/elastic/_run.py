@@ -102,6 +102,23 @@ def run(
             ``min_replicas``; on each spare, if all replicas have died; on all replicas,
             if the training fails twice as if replicas had died, but none has.
         TypeError, ValueError: if an argument is invalid.
+
+    Example::
+
+        def build(strategy):
+            return {"weights": mpidist.Variable(np.zeros(2))}
+
+
+        def train(strategy, state):
+            while state.step < 3:
+                state.weights.assign_add(np.ones(2))
+                state.step += 1
+                state.commit()
+            return state.weights.numpy()
+
+
+        state = mpidist.elastic.State(build, step=0)
+        mpidist.elastic.run(train, state)  # array([3., 3.])
     """
     call, expected = "elastic.run", "`train` to be a function of a strategy and a state"
     expect(callable(train), call, expected, train)

@@ -59,6 +59,12 @@ def all_reduce(
             transforms.
         CollectiveMismatchError: if structures, shapes or dtypes differ between ranks.
         RuntimeError: if no strategy is active.
+
+    Example, on two replicas::
+
+        tree = {"a": jax.numpy.ones(2)}
+        total = mpidist.jax.all_reduce(tree, "SUM", strategy=strategy)
+        total["a"].tolist()  # [2.0, 2.0]
     """
     call = "mpidist.jax.all_reduce"
     return _all_reduce(tree, op, group_of_call(strategy, call), call)

@@ -64,6 +64,16 @@ class Loss:
 
     Raises:
         ValueError: for another reduction.
+
+    Example::
+
+        def replica_fn(labels, predictions):
+            loss = mpidist.losses.MeanSquaredError(reduction="none")
+            return mpidist.compute_average_loss(loss(labels, predictions))
+
+
+        losses = strategy.run(replica_fn, args=(np.zeros((4, 1)), np.ones((4, 1))))
+        strategy.reduce("SUM", losses, axis=None)  # np.float64(1.0)
     """
 
     def __init__(

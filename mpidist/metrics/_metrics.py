@@ -243,6 +243,13 @@ class Mean(Metric):
     Attributes:
         total: the sum of the rows: an ON_READ variable of dtype float64.
         count: their number, or the sum of their weights.
+
+    Example, on two replicas::
+
+        with strategy.scope():
+            mean = mpidist.metrics.Mean()
+        strategy.run(lambda: mean.update_state([1.0 + strategy.replica_id]))
+        mean.result()  # np.float64(1.5)
     """
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:

@@ -417,6 +417,20 @@ class Optimizer:
             CollectiveMismatchError: if the replicas' variables, gradients, settings or
                 learning rates differ. All these errors are raised on all ranks, before
                 anything has changed.
+
+        Example, on two replicas::
+
+            with strategy.scope():
+                weights = mpidist.Variable(np.array([1.0, 2.0]))
+            optimizer = mpidist.optimizers.SGD(learning_rate=0.1)
+
+
+            def replica_fn():
+                optimizer.apply_gradients([(np.ones(2), weights)])
+
+
+            strategy.run(replica_fn)
+            weights.numpy()  # array([0.8, 1.8])
         """
         pairs: list[tuple[Gradient, Variable]] = []
         try:

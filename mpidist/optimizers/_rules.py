@@ -49,6 +49,14 @@ class SGD(Optimizer):
     Raises:
         TypeError, ValueError: for invalid arguments.
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
+
+    Example, on two replicas::
+
+        with strategy.scope():
+            weights = mpidist.Variable(np.array([1.0, 2.0]))
+        optimizer = mpidist.optimizers.SGD(learning_rate=0.1, momentum=0.9)
+        strategy.run(lambda: optimizer.apply_gradients([(weights / 2, weights)]))
+        weights.numpy()  # array([0.9, 1.8])
     """
 
     _keras_slots: ClassVar[dict[str, str]] = {"momentum": "velocity"}
@@ -139,6 +147,15 @@ class Adam(Optimizer):
     Raises:
         TypeError, ValueError: for invalid arguments.
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
+
+    Example::
+
+        rate = mpidist.optimizers.cosine_decay(0.001, decay_steps=1000)
+        optimizer = mpidist.optimizers.Adam(rate, beta_2=0.99)
+        with strategy.scope():
+            weights = mpidist.Variable(np.ones(2))
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), weights)]))
+        optimizer.iterations.numpy()  # array(1)
     """
 
     _slot_names: ClassVar[tuple[str, ...]] = ("momentum", "velocity")

@@ -59,6 +59,12 @@ def broadcast_parameters(
         TypeError, ValueError: for other arguments.
         CollectiveMismatchError: if names, dtypes or shapes differ between ranks.
         RuntimeError: if no strategy is active.
+
+    Example::
+
+        model = torch.nn.Linear(2, 1)
+        mpidist.torch.broadcast_parameters(model, strategy=strategy)
+        mpidist.torch.check_in_sync(model, strategy=strategy)
     """
     call = "mpidist.torch.broadcast_parameters"
     group = group_of_call(strategy, call)
@@ -190,6 +196,15 @@ def all_reduce_gradients(
         OutOfSyncError: by the first call, if parameters differ between ranks.
         CollectiveMismatchError: if names, dtypes or shapes differ between ranks.
         RuntimeError: if no strategy is active.
+
+    Example, on two replicas::
+
+        model = torch.nn.Linear(1, 1)
+        mpidist.torch.broadcast_parameters(model, strategy=strategy)
+        loss = model(torch.full((4, 1), 1.0 + strategy.replica_id)).mean()
+        loss.backward()
+        mpidist.torch.all_reduce_gradients(model, "MEAN", strategy=strategy)
+        model.weight.grad  # tensor([[1.5000]])
     """
     call = "mpidist.torch.all_reduce_gradients"
     group = group_of_call(strategy, call)
