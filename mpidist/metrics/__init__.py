@@ -12,8 +12,12 @@ from mpidist.metrics._comparisons import (
     BinaryCrossentropy as BinaryCrossentropy,
     CategoricalAccuracy as CategoricalAccuracy,
     CategoricalCrossentropy as CategoricalCrossentropy,
+    CosineSimilarity as CosineSimilarity,
+    KLDivergence as KLDivergence,
     MeanAbsoluteError as MeanAbsoluteError,
+    MeanAbsolutePercentageError as MeanAbsolutePercentageError,
     MeanSquaredError as MeanSquaredError,
+    MeanSquaredLogarithmicError as MeanSquaredLogarithmicError,
     RootMeanSquaredError as RootMeanSquaredError,
     SparseCategoricalAccuracy as SparseCategoricalAccuracy,
     SparseCategoricalCrossentropy as SparseCategoricalCrossentropy,
@@ -28,6 +32,11 @@ from mpidist.metrics._confusion import (
     Recall as Recall,
     TrueNegatives as TrueNegatives,
     TruePositives as TruePositives,
+)
+from mpidist.metrics._iou import (
+    BinaryIoU as BinaryIoU,
+    IoU as IoU,
+    MeanIoU as MeanIoU,
 )
 from mpidist.metrics._metrics import Mean as Mean, Metric as Metric, Sum as Sum
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from mpidist import losses
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
 from mpidist.metrics._metrics import Mean, _of_shape
+
+_EPSILON: Final = 1e-7  # of Keras
 
 
 class _Compared(Mean):
@@ -81,6 +83,64 @@ class MeanAbsoluteError(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         return abs(self._difference(true, pred))
+
+
+class MeanAbsolutePercentageError(_Compared):
+    """The mean of the magnitudes of the differences, in percent of the labels'.
+
+    Labels count as 1e-7 or more.
+    """
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        size = np.maximum(abs(_of_shape(true, pred.shape, self._call)), _EPSILON)
+        return 100.0 * abs(self._difference(true, pred)) / size
+
+
+class MeanSquaredLogarithmicError(_Compared):
+    """The mean of the squares of the differences of the logarithms of 1 + x.
+
+    Labels and predictions count as 1e-7 or more.
+    """
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        true = _of_shape(true, pred.shape, self._call)
+        one, other = (np.log1p(np.maximum(x, _EPSILON)) for x in (true, pred))
+        return (one - other) ** 2
+
+
+class KLDivergence(_Compared):
+    """The mean divergence of predicted probabilities from those of the labels.
+
+    Probabilities, which are the last axis, count as 1e-7 or more.
+    """
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        true = _of_shape(true, pred.shape, self._call)
+        true, pred = (np.clip(x.astype(float), _EPSILON, 1) for x in (true, pred))
+        return (true * np.log(true / pred)).sum(-1)
+
+
+class CosineSimilarity(_Compared):
+    """The mean cosine of the angle between labels and predictions.
+
+    Args:
+        name: of the metric.
+        axis: of the vectors.
+    """
+
+    def __init__(
+        self, name: str | None = None, dtype: object = None, axis: int = -1
+    ) -> None:
+        super().__init__(name)
+        self.axis = axis
+
+    def _compare(self, true: Any, pred: Any) -> Any:
+        true = _of_shape(true, pred.shape, self._call)
+        lengths = [
+            np.linalg.norm(x.astype(float), axis=self.axis) for x in (true, pred)
+        ]
+        one, other = (np.maximum(x, _EPSILON) for x in lengths)
+        return (true.astype(float) * pred).sum(self.axis) / one / other
 
 
 class RootMeanSquaredError(MeanSquaredError):

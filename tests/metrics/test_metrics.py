@@ -318,6 +318,76 @@ def test_the_area_of_the_documentation_of_keras(strategy):
             call()
 
 
+PIXELS = np.arange(35).reshape(7, 5)
+TRUE, WAVES = PIXELS % 4, np.sin(np.arange(140.0)).reshape(7, 5, 4)
+SQUARES = np.cos(np.arange(24.0)).reshape(6, 4) ** 2
+
+
+@pytest.mark.one_size
+@pytest.mark.parametrize(
+    ("kind", "options", "given", "expected"),  # of Keras 3.15
+    [
+        ("MeanIoU", {}, (PIXELS % 6 - 1, PIXELS % 7), 1 / 6),
+        ("MeanIoU", {}, (TRUE, PIXELS % 3 + 0.7), 0.12745098),
+        ("MeanIoU", {}, (TRUE, PIXELS % 3, PIXELS % 2), 0.0625),
+        ("MeanIoU", {"ignore_class": 2}, (TRUE, PIXELS % 3), 0.1),
+        ("MeanIoU", {"num_classes": 9}, ([[1], [1], [2]], [[1], [2], [2]]), 0.5),
+        ("MeanIoU", {"sparse_y_pred": False}, (TRUE, WAVES), 0.11904762),
+        (
+            "MeanIoU",
+            {"sparse_y_pred": False, "sparse_y_true": False, "axis": 1},
+            (np.moveaxis(np.eye(4)[TRUE], -1, 1), np.moveaxis(WAVES, -1, 1)),
+            0.11904762,
+        ),
+        ("IoU", {"target_class_ids": [1, 3]}, (TRUE, PIXELS % 7), 0.25),
+        ("BinaryIoU", {}, (PIXELS % 2, PIXELS * 17 % 35 / 34), 1 / 34),
+        (
+            "BinaryIoU",
+            {"target_class_ids": [1], "threshold": 0.25},
+            (PIXELS % 2, PIXELS * 17 % 35 / 34, PIXELS % 3),
+            0.26470588,
+        ),
+        ("CosineSimilarity", {}, (SQUARES, 1 - SQUARES), 0.33977732),
+        ("CosineSimilarity", {}, (SQUARES, 1 - SQUARES, np.arange(6)), 0.35234928),
+        ("KLDivergence", {}, (SQUARES, 1 - SQUARES, np.arange(6)), 5.1710682),
+        (
+            "MeanAbsolutePercentageError",
+            {},
+            (SQUARES, 1 - SQUARES, np.arange(6)),
+            170771.6,
+        ),
+        (
+            "MeanSquaredLogarithmicError",
+            {},
+            (SQUARES, 1 - SQUARES, np.arange(6)),
+            0.23132247,
+        ),
+    ],
+)
+def test_what_keras_gives(strategy, folder, size, kind, options, given, expected):
+    if kind in ("MeanIoU", "IoU"):
+        options = {"num_classes": 4} | options
+    with strategy.scope():
+        metric = getattr(mpidist.metrics, kind)(**options)
+
+    def step():
+        own = slice(this_replica(), None, size)
+        return metric(*(np.array(x)[own] for x in given))
+
+    assert local(strategy, step) == metric.result() == pytest.approx(expected)
+    checkpoint = mpidist.Checkpoint(metric=metric)
+    checkpoint.save(folder / "c")
+    metric.reset_state()
+    assert metric.result() == 0.0
+    checkpoint.restore(folder / "c")
+    assert metric.result() == pytest.approx(expected)
+
+
+def test_a_target_that_is_no_class():
+    with pytest.raises(ValueError, match=r"^IoU: expected .* from 0 to 1, got \[2\]"):
+        mpidist.metrics.IoU(2, target_class_ids=[2])
+
+
 @pytest.mark.one_size
 def test_a_metric_of_ones_own(strategy, size):
     class Largest(mpidist.metrics.Metric):

@@ -168,7 +168,7 @@ def test_library_code_with_a_merge_call(tmp_path):
         ("tf.config.list_physical_devices('GPU')", "delete the line"),
         ("tf.random.Generator.from_seed(1)", "numpy.random.default_rng"),
         ("tf.io.gfile.get_registered_schemes()", "os.makedirs"),
-        ("tf.keras.metrics.MeanIoU(2)", "mpidist.metrics.Metric"),
+        ("tf.keras.metrics.R2Score()", "mpidist.metrics.Metric"),
         (
             "from tensorflow import keras\nkeras.layers.Dense(2)",
             "array code for layers",

@@ -52,6 +52,7 @@ COLLECTIVE = {
     "metrics.Metric.result",
     "metrics.FalseNegatives.result",
     "metrics.FalsePositives.result",
+    "metrics.IoU.result",
     "metrics.Precision.result",
     "metrics.Recall.result",
     "metrics.TrueNegatives.result",
