@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
+import mpidist.cluster  # and, at the first use, `mpidist.data`, which takes long
 from mpidist._base import nest
 from mpidist._base.expect import as_int, expect
 from mpidist._base.options import CommunicationOptions
@@ -35,9 +36,6 @@ from mpidist._values.distributed import (
     select_replica,
 )
 from mpidist._values.variable import Variable, storage_of
-
-if TYPE_CHECKING:
-    from mpidist.data import Dataset
 
 
 @explain_attributes
@@ -209,7 +207,7 @@ class StrategyExtended:
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Nest, session: object = None
-    ) -> Dataset:
+    ) -> mpidist.data.Dataset:
         """Create a dataset from the rows of arrays. Not collective.
 
         Args:
@@ -220,9 +218,7 @@ class StrategyExtended:
         Returns:
             A `mpidist.data.Dataset`; call ``batch`` on it before it is distributed.
         """
-        from mpidist.data import Dataset
-
-        return Dataset._of_numpy(self._group, numpy_input)
+        return mpidist.data.Dataset._of_numpy(self._group, numpy_input)
 
     @tells("experimental_run_steps_on_iterator")
     def experimental_run_steps_on_iterator(

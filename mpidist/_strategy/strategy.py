@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, overload
+from typing import Any, Final, NoReturn, TypeAlias, overload
 
+import mpidist.cluster  # and, at the first use, `mpidist.data`, which takes long
 from mpidist._base.expect import expect
 from mpidist._base.nest import map_structure
 from mpidist._base.reduce_op import Reduction
@@ -21,16 +22,6 @@ from mpidist._strategy.extended import StrategyExtended
 from mpidist._values.components import local_results
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist.cluster import MPIClusterResolver
-
-if TYPE_CHECKING:  # else when a dataset is distributed: it takes long
-    from mpidist.data import (
-        Dataset,
-        DistributedDataset,
-        DistributedIterator,
-        InputContext,
-        InputOptions,
-        InputReplicationMode,
-    )
 
 
 class _Required:
@@ -504,8 +495,8 @@ class Strategy:
 
     @tells("experimental_distribute_dataset")
     def experimental_distribute_dataset(
-        self, dataset: Batches, options: InputOptions | None = None
-    ) -> DistributedDataset:
+        self, dataset: Batches, options: mpidist.data.InputOptions | None = None
+    ) -> mpidist.data.DistributedDataset:
         """Split the global batches of a dataset over the replicas. Collective.
 
         Every rank passes the same dataset; a RuntimeWarning says if some rows of its
@@ -539,16 +530,16 @@ class Strategy:
                 rows = strategy.experimental_local_results(batch)[0]
                 rows.shape  # (2,)
         """
-        from mpidist.data import DistributedDataset
-
-        return DistributedDataset._of_batches(self._group, dataset, options)
+        return mpidist.data.DistributedDataset._of_batches(
+            self._group, dataset, options
+        )
 
     @tells("distribute_datasets_from_function")
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Batches],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
+        dataset_fn: Callable[[mpidist.data.InputContext], Batches],
+        options: mpidist.data.InputOptions | None = None,
+    ) -> mpidist.data.DistributedDataset:
         """Give each replica its own input. Collective.
 
         Args:
@@ -577,9 +568,7 @@ class Strategy:
             first = next(iter(batches))
             strategy.gather(first, axis=0)  # array([0, 2, 1, 3])
         """
-        from mpidist.data import DistributedDataset
-
-        return DistributedDataset._of_function(
+        return mpidist.data.DistributedDataset._of_function(
             self._group, dataset_fn, options, deals=self._deals
         )
 
@@ -587,7 +576,7 @@ class Strategy:
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Nest, session: object = None
-    ) -> Dataset:
+    ) -> mpidist.data.Dataset:
         """Create a dataset from the rows of arrays. Not collective.
 
         Args:
@@ -595,11 +584,11 @@ class Strategy:
                 arrays is stacked, so that each array is a row.
             session: accepted and ignored.
         """
-        from mpidist.data import Dataset
+        return mpidist.data.Dataset._of_numpy(self._group, numpy_input)
 
-        return Dataset._of_numpy(self._group, numpy_input)
-
-    def make_dataset_iterator(self, dataset: Batches) -> DistributedIterator:
+    def make_dataset_iterator(
+        self, dataset: Batches
+    ) -> mpidist.data.DistributedIterator:
         """Return an iterator over a dataset of global batches. Collective.
 
         For TensorFlow 1 code: `experimental_distribute_dataset` and ``iter``.
@@ -608,9 +597,9 @@ class Strategy:
 
     def make_input_fn_iterator(
         self,
-        input_fn: Callable[[InputContext], Batches],
-        replication_mode: InputReplicationMode | None = None,
-    ) -> DistributedIterator:
+        input_fn: Callable[[mpidist.data.InputContext], Batches],
+        replication_mode: mpidist.data.InputReplicationMode | None = None,
+    ) -> mpidist.data.DistributedIterator:
         """Return an iterator over inputs from a function. Collective.
 
         For TensorFlow 1 code: `distribute_datasets_from_function` and ``iter``.
@@ -626,23 +615,21 @@ class Strategy:
         """
         call = "make_input_fn_iterator"
         with self._group.guard.checking(call):
-            from mpidist.data import (
-                DistributedDataset,
-                InputOptions,
-                InputReplicationMode,
-            )
-
             if replication_mode is None:
-                replication_mode = InputReplicationMode.PER_WORKER
-            options = InputOptions(experimental_replication_mode=replication_mode)
+                replication_mode = mpidist.data.InputReplicationMode.PER_WORKER
+            options = mpidist.data.InputOptions(
+                experimental_replication_mode=replication_mode
+            )
         return iter(
-            DistributedDataset._of_function(
+            mpidist.data.DistributedDataset._of_function(
                 self._group, input_fn, options, call, functions=True, deals=self._deals
             )
         )
 
     def experimental_run(
-        self, fn: Callable[..., Nest], input_iterator: DistributedIterator | None = None
+        self,
+        fn: Callable[..., Nest],
+        input_iterator: mpidist.data.DistributedIterator | None = None,
     ) -> Nest:
         """Run ``fn`` on each replica, with the next element. Collective.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -244,6 +245,12 @@ def test_signatures_show_no_addresses():
         except ValueError:  # of an enum, or a class in C
             continue
         assert not re.search(r"<object|0x[0-9a-f]", signature), name
+
+
+def test_types_of_public_callables_can_be_read():
+    for name, value in CALLABLES.items():
+        if inspect.isfunction(value):
+            assert "return" in typing.get_type_hints(value), name
 
 
 def test_errors_are_runtime_errors():
