@@ -289,7 +289,7 @@ def _values(
         arrays = {
             item.name: item.variable.read_value()
             if item.on_read
-            else item.variable.values[0]
+            else storage_of(item.variable).view
             for item in variables
         }
         for later in items:

@@ -257,6 +257,16 @@ class Copies:
         ]
         return [list(values), *rows]
 
+    @observed(values_by_mpi)
+    @timed
+    def collect_on_all(self, values: list[Any], call: str) -> list[list[Any]]:
+        """Return the values of all ranks on all of them; otherwise as `collect`."""
+        with self.resources.guard.checking(call):
+            data, _ = _write(values, call)
+        self.resources.guard.agree(Call(call))
+        rows = self.resources.comm.all_gather_objects(data.tobytes())
+        return [self._read(np.frombuffer(row, np.uint8)) for row in rows]
+
     def _gather(self, own: HostArray, counts: list[int], call: str) -> HostArray:
         """Return the bytes of all ranks that have a count on rank 0. Collective."""
         comm = self.resources.comm

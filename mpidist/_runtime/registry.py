@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -12,7 +11,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from mpidist._base import backend, nest
-from mpidist._base.errors import level_of_caller
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
 
@@ -36,7 +34,7 @@ class Components(Registered):
     _all: tuple[Nest, ...] | None  # those of all ranks, if they are known here
     _replica_id: int
     _num_replicas: int
-    _home: Registry | None
+    _home: Registry
 
 
 # Functions written in C: commands and updates call them for each of their values.
@@ -51,7 +49,7 @@ gathered: Final[Callable[[Components], tuple[Nest, ...] | None]] = operator.attr
 )
 """Return the components of all ranks; None if they are not known here."""
 
-home_of: Final[Callable[[Components], Registry | None]] = operator.attrgetter("_home")
+home_of: Final[Callable[[Components], Registry]] = operator.attrgetter("_home")
 """Return the registry that has given a value its key."""
 
 
@@ -86,7 +84,7 @@ class Registry:
         self._num_replicas = num_replicas
         self._values: dict[Key, _Reference] = {}
         self.count: int = 0
-        self.warns: bool = False  # once, of own values where TensorFlow has all
+        self.shows_all: bool = False  # `values` of all ranks, as where one has all
         # Variables that merge_fn has created: the followers keep them until rank 0
         # has dropped its own, and has told them.
         self.kept: dict[Key, Registered] = {}
@@ -94,20 +92,6 @@ class Registry:
         # Callbacks are C functions: an exception that a signal's handler raises in one
         # written in Python, such as KeyboardInterrupt, would be ignored.
         self._dead: deque[weakref.ref[Registered]] = deque()
-
-    def warn_of_own(self) -> None:
-        """Warn once at program level, if the program is one for a MirroredStrategy."""
-        if self.warns:
-            self.warns = False
-            warnings.warn(
-                f"[rank {self._replica_id}] experimental_local_results, or `values`: "
-                "this rank's value only, where TensorFlow's MirroredStrategy returns "
-                f"those of all {self._num_replicas} replicas; for all of them write "
-                '`strategy.gather(value, axis=0)` or `strategy.reduce("SUM", value, '
-                "axis=None)`. `mpidist.MPIStrategy()` does not warn",
-                RuntimeWarning,
-                stacklevel=level_of_caller(),
-            )
 
     def forget_dropped(self) -> None:
         """Remove the values that the program has dropped, and tell who watches them."""

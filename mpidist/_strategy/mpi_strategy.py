@@ -154,8 +154,10 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
     in one process; here ``mpirun -n`` sets their number. ``isinstance`` is true for
     every `MPIStrategy`.
 
-    The function of `Strategy.distribute_datasets_from_function` makes one input of all
-    replicas, as there: each rank calls it, and takes its turn of the elements.
+    As there, `PerReplica.values` and `Strategy.experimental_local_results` have the
+    components of all replicas, which they gather: all ranks read them. The function of
+    `Strategy.distribute_datasets_from_function` makes one input of all replicas: each
+    rank calls it, and takes its turn of the elements.
 
     Args:
         devices: None, the default, is each rank's GPU if there is one, and otherwise
@@ -187,7 +189,7 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
                 cross_device_ops=cross_device_ops,
             ),
         )
-        self._group.registry.warns = self.num_replicas_in_sync > 1
+        self._group.registry.shows_all = True
 
 
 class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):

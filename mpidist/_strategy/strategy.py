@@ -415,9 +415,10 @@ class Strategy:
     def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
         """Return the components that this process can see, as a tuple.
 
-        At program level a tuple with this rank's component only. In ``merge_fn`` those
-        of all replicas, in replica order; this call gathers them. A nest gives one nest
-        per replica; a value that is not distributed gives ``(value,)``.
+        At program level a tuple with this rank's component only. In ``merge_fn``, and
+        by the name `mpidist.MirroredStrategy`, those of all replicas, in replica order;
+        this call gathers them. A nest gives one nest per replica; a value that is not
+        distributed gives ``(value,)``.
 
         Example::
 

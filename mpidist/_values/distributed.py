@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
@@ -13,6 +14,7 @@ from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import HostArray, Nest, Own
 from mpidist._runtime import context
+from mpidist._runtime.interruptions import tells
 from mpidist._runtime.registry import Components, Key, Registry
 from mpidist._values.array_like import BINARY_NAMES, ArrayLike
 
@@ -63,16 +65,15 @@ class DistributedValues(Components, Generic[Own]):
         """The components that this process can see, in replica order.
 
         Only this rank's, except in ``merge_fn``: there all of them. The first time
-        that they are read there communicates: it gathers them from their ranks.
+        that they are read there communicates: it gathers them from their ranks. With a
+        `mpidist.MirroredStrategy` every reading gathers all: all ranks read them.
         """
         coordinator = context.current().coordinator
         if coordinator is not None and self._all is None:
             coordinator.fetch([self])
         if self._all is not None and (coordinator is not None or self._key is None):
             return self._all
-        if coordinator is None and self._home is not None:
-            self._home.warn_of_own()
-        return (self._own,)
+        return visible(self._home, self._own)
 
     def _as_component(self) -> Nest:
         return self._own
@@ -92,6 +93,17 @@ class DistributedValues(Components, Generic[Own]):
             "ranks. Write `strategy.experimental_local_results(value)[0]` for this "
             "rank's component, or `strategy.gather(value, axis=0)` for all of them"
         )
+
+
+@tells("values", operator.attrgetter("group"))
+def visible(home: Registry, own: Nest) -> tuple[Nest, ...]:
+    """Return what a program sees of the component of each rank, outside of merge_fn.
+
+    Its own; those of all ranks, which is collective, if the registry shows all.
+    """
+    if not home.shows_all or context.current().level is context.Level.UPDATE:
+        return (own,)
+    return tuple(x for (x,) in home.group.collectives.collect_on_all([own], "values"))
 
 
 @explain_attributes
@@ -208,7 +220,7 @@ class Mirrored(DistributedValues[Any], ArrayLike):
     @property
     def values(self) -> tuple[Nest, ...]:
         """The components that this process can see; they are all equal."""
-        if context.current().coordinator is not None:
+        if self._home.shows_all or context.current().coordinator is not None:
             return (self.value(),) * self._num_replicas
         return (self.value(),)
 

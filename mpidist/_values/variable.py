@@ -23,7 +23,7 @@ from mpidist._runtime.registry import Registered, home_of, key_of
 from mpidist._values.arguments import Attributes, check_attributes, initial_array
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import by_creators
-from mpidist._values.distributed import Mirrored
+from mpidist._values.distributed import Mirrored, visible
 from mpidist._values.storage import (
     DividedStorage,
     OnReadStorage,
@@ -194,15 +194,19 @@ class Variable(ArrayLike, Registered):
     def values(self) -> tuple[Array, ...]:
         """The copies that this process can see: its own, read-only.
 
-        In ``merge_fn`` one for each replica. There, and only there, reading ``values``
-        of an ON_READ variable communicates: it gathers the copies from their ranks.
+        In ``merge_fn``, and of a `mpidist.MirroredStrategy`, one for each replica.
+        There, and only there, reading ``values`` of an ON_READ variable communicates:
+        it gathers the copies from their ranks.
         """
         coordinator = context.current().coordinator
         storage = self._storage
-        if coordinator is None:
+        home = storage.group.registry
+        if coordinator is None and not home.shows_all:
             return (storage.view,)
         if not (storage.on_read and storage.group.is_mpi):
             return (storage.view,) * storage.group.num_replicas
+        if coordinator is None:
+            return visible(home, storage.view)
         (column,) = coordinator.command("collect", ([self],))
         for x in column[1:]:
             if not backend.is_device_array(x):

@@ -303,7 +303,7 @@ class Optimizer:
         kept = {} if self._restored is None else self._restored[0]
         name, count = f"{self._name}/iterations", self._iterations
         if count is not None:
-            return {**kept, name: count.values[0]}
+            return {**kept, name: storage_of(count).view}
         return {name: np.zeros((), np.int64), **kept}
 
     def __restore_later__(

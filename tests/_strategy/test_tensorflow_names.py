@@ -330,22 +330,58 @@ def test_a_model_and_an_optimizer_in_a_checkpoint(strategy, same_folder):
     assert mpidist.latest_checkpoint(same_folder / "nothing") is None
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_mirrored_strategy_warns_once_of_own_values(strategy):
-    for read in (strategy.experimental_local_results, lambda value: value.values):
-        mirrored = mpidist.MirroredStrategy()
-        read(strategy.run(lambda: 1.0))  # of an MPIStrategy
-        value = mirrored.run(lambda: 1.0)
-        if mirrored.num_replicas_in_sync > 1:
-            with pytest.raises(RuntimeWarning, match="this rank's value only"):
-                read(value)
-        assert read(value) == (1.0,)
-        mirrored.close()
+def test_a_mirrored_strategy_shows_the_values_of_all_replicas(strategy, rank, size):
+    mirrored = mpidist.MirroredStrategy()
+    local, n = mirrored.experimental_local_results, range(size)
+    with mirrored.scope():
+        written = mpidist.Variable(2.0)
+        read = mpidist.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+
+    def step():
+        i = mpidist.get_replica_context().replica_id_in_sync_group
+        read.assign(float(i))
+        return {"rows": np.full((i + 1, 2), i), "i": i}
+
+    results = mirrored.run(step)
+    assert results["i"].values == tuple(n)
+    assert [x.shape for x in results["rows"].values] == [(i + 1, 2) for i in n]
+    assert np.concatenate(results["rows"].values, axis=0).sum() == 2 * sum(
+        i * (i + 1) for i in n
+    )
+    assert [row["i"] for row in local(results)] == list(n)
+    assert [float(x) for x in local(written)] == [2.0] * size
+    assert [float(x) for x in read.values] == list(n)
+    assert float(read) == sum(n)
+    texts = mirrored.experimental_distribute_values_from_function(
+        lambda context: f"replica {context.replica_id_in_sync_group}"
+    )
+    assert local(texts) == tuple(f"replica {i}" for i in n)
+    assert local(3.0) == (3.0,)
+    (seen,) = {x.values for x in mirrored.run(lambda: (results["i"].values[-1],))}
+    assert seen == (size - 1,) * size
+    total = mirrored.extended.reduce_to("SUM", results["i"], destinations=written)
+    assert [float(x) for x in total.values] == [sum(n)] * size
+    mirrored.extended.update(written, lambda v: v.assign(results["i"].values[0] * 0.0))
+    dataset = mpidist.data.Dataset.range(2 * size).batch(2 * size)
+    for batch in mirrored.experimental_distribute_dataset(dataset):
+        assert [x.tolist() for x in batch.values] == [[2 * i, 2 * i + 1] for i in n]
+    if size > 1:
+        for message in raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda: results["i"].values if rank else mirrored.run(lambda: 0),
+        ):
+            assert "values" in message
+    own = strategy.run(lambda: rank)  # of an MPIStrategy
+    assert strategy.experimental_local_results(own) == own.values == (rank,)
+    mirrored.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*experimental_local_results:RuntimeWarning")
 def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank, size):
     contexts = []
+
+    def own_of(batch):
+        rows = batch.values
+        return rows[rank % len(rows)]
 
     def dataset_fn(context):
         contexts.append(context)
@@ -363,7 +399,7 @@ def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank,
     ):
         batches = []
         for batch in make_input(dataset_fn):
-            (rows,) = mirrored.experimental_local_results(batch)
+            rows = own_of(batch)
             batches.append([int(x) for x in rows])
         context = contexts.pop()
         all_of_them = [
@@ -381,9 +417,8 @@ def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank,
 
     batches = [np.arange(k, k + 2) for k in range(2 * size + 1)]
 
-    def own_of(dataset):
-        local = mirrored.experimental_local_results
-        return [local(batch)[0].tolist() for batch in dataset]
+    def own_rows(dataset):
+        return [own_of(batch).tolist() for batch in dataset]
 
     own = [batch.tolist() for batch in batches[rank::size]]
     expected = own + [[]] * (3 - len(own))
@@ -393,9 +428,9 @@ def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank,
         lambda _: mpidist.data.Dataset.from_generator(lambda: batches),
     ):
         dataset = mirrored.distribute_datasets_from_function(dataset_fn)
-        assert own_of(dataset) == expected
+        assert own_rows(dataset) == expected
     function = lambda _: functools.partial(next, iter(batches))  # noqa: E731
-    assert own_of(mirrored.make_input_fn_iterator(function)) == expected
+    assert own_rows(mirrored.make_input_fn_iterator(function)) == expected
     dataset = mirrored.distribute_datasets_from_function(lambda _: batches)
     assert len(dataset) == len(own)
     iterator = iter(dataset)
@@ -403,7 +438,7 @@ def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank,
     state = iterator.state()
     again = iter(mirrored.distribute_datasets_from_function(lambda _: batches))
     again.restore(state)
-    assert own_of(again) == own_of(iterator) == expected[1:]
+    assert own_rows(again) == own_rows(iterator) == expected[1:]
     mirrored.close()
 
 

@@ -32,8 +32,6 @@ def ported(path, script):
     return done.stdout
 
 
-# One value of each process, where one process has all.
-@pytest.mark.filterwarnings("ignore:.*experimental_local_results:RuntimeWarning")
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 @pytest.mark.usefixtures("root_level")
 def test_it_runs_and_is_right(path, strategy, folder):

@@ -18,7 +18,9 @@ def predict(batch):
 
 for batch in strategy.experimental_distribute_dataset(ds):
     p, i = strategy.run(predict, args=(batch,))
-    preds.append(strategy.gather(p, axis=0).numpy())
+    preds.append(tf.concat(p.values, axis=0).numpy())
+    rows = strategy.experimental_local_results(batch["x"])
+    assert sum(len(x) for x in rows) == sum(x.shape[0] for x in p.values)
     ids.append(strategy.gather(i, axis=0).numpy())
 preds = tf.concat(preds, axis=0).numpy()
 order = tf.argsort(tf.concat(ids, axis=0)).numpy()
