@@ -27,8 +27,9 @@ class IndexedSlices:
     """Some rows of a larger array, as ``tf.IndexedSlices``.
 
     It represents an array with ``values[k]`` in row ``indices[k]`` and zeros in all
-    other rows. Rows that occur more than once are added. All-reduced with SUM or MEAN,
-    the rows of all replicas are concatenated in replica order, not added.
+    other rows. Rows that occur more than once are added. An all-reduce with SUM
+    concatenates the rows of all replicas, in replica order; with MEAN it also divides
+    them by the number of replicas.
 
     Args:
         values: array of shape ``(k, ...)``: the rows.

@@ -273,7 +273,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: a device string, as for `StrategyExtended.reduce_to`; None,
             or a device that every rank has: rank 0's.
         accumulation_fn: a function of the list of all replicas' values, in replica
-            order, that returns their sum (in any definition). It is called on that
+            order, that returns one value in place of their sum. It is called on that
             device's rank. MEAN divides its result by the number of replicas. None: the
             MPI operation.
     """

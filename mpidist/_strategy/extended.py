@@ -407,13 +407,13 @@ class StrategyExtended:
 
         Collective. In ``fn``, `Variable.assign` and similar methods change the
         replica's own copy, without communication. ``fn`` receives Mirrored arguments as
-        their value, and the replica's own component of PerReplica arguments: they have
-        to leave the copies of a mirrored variable equal, as gradients do that were
-        reduced before. If not, all ranks raise, and the variable keeps the value that
-        it had. In ``merge_fn`` each rank runs ``fn`` with its own objects, if
-        ``merge_fn`` can reach them (through ``self``, closure, defaults, globals,
-        arguments). Numbers, strings and objects that ``merge_fn`` creates are sent from
-        rank 0.
+        their value, and the replica's own component of PerReplica arguments. ``fn``
+        must leave all copies of a mirrored variable equal, so its arguments are usually
+        results of a reduction. If it does not, all ranks raise, and the variable keeps
+        the value that it had. In ``merge_fn`` each rank runs ``fn`` with its own
+        objects, if ``merge_fn`` can reach them (through ``self``, closure, defaults,
+        globals, arguments). Numbers, strings and objects that ``merge_fn`` creates are
+        sent from rank 0.
 
         In a replica function all replicas call it, each with its own arguments, under
         the same check.

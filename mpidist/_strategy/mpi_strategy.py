@@ -95,8 +95,9 @@ class MPIStrategy(Strategy):
         exist. A strategy that is not closed but garbage-collected on every rank is
         freed when these ranks create or close another one.
 
-        It waits for a save with ``wait=False``, and raises its error; then it is open.
-        After a `ReplicaLostError` it is not collective, and waits for nobody.
+        It first waits for a `Checkpoint.save` with ``wait=False``; if that save has
+        failed, its error is raised here, and the strategy stays open. After a
+        `ReplicaLostError` this call is not collective, and does not wait.
         """
         group = self._group
         guard, collectives = group.guard, group.collectives
@@ -148,16 +149,17 @@ class _AnyMPIStrategy(type):
 
 
 class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
-    """An `MPIStrategy`, by the name and the arguments of TensorFlow.
+    """An `MPIStrategy` with the name and the arguments that TensorFlow uses.
 
     Collective: every rank creates it, and is one replica. TensorFlow's has all replicas
     in one process; here ``mpirun -n`` sets their number. ``isinstance`` is true for
     every `MPIStrategy`.
 
     As there, `PerReplica.values` and `Strategy.experimental_local_results` have the
-    components of all replicas, which they gather: all ranks read them. The function of
-    `Strategy.distribute_datasets_from_function` makes one input of all replicas: each
-    rank calls it, and takes its turn of the elements.
+    components of all replicas, which they gather: all ranks read them. The function
+    that `Strategy.distribute_datasets_from_function` calls makes one input for all
+    replicas, which take its elements in turn: every rank calls it, and must get the
+    same input.
 
     Args:
         devices: None, the default, is each rank's GPU if there is one, and otherwise
@@ -193,7 +195,7 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
 
 
 class MultiWorkerMirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
-    """An `MPIStrategy`, by the name and the arguments of TensorFlow.
+    """An `MPIStrategy` with the name and the arguments that TensorFlow uses.
 
     Collective: every rank creates it, and is one replica. ``isinstance`` is true for
     every `MPIStrategy`.
@@ -233,7 +235,7 @@ class _NoStrategy(Strategy):
 
 
 class TPUStrategy(_NoStrategy):
-    """TensorFlow's strategy for TPUs, for ``isinstance``, which is False.
+    """A name for ``isinstance``, which is False: there are no TPUs here.
 
     Creating one raises a NotImplementedError, which says what to write.
     """
@@ -242,7 +244,7 @@ class TPUStrategy(_NoStrategy):
 
 
 class OneDeviceStrategy(_NoStrategy):
-    """TensorFlow's strategy for one device, for ``isinstance``, which is False.
+    """A name of TensorFlow for ``isinstance``, which is always False.
 
     Creating one raises a NotImplementedError, which says what to write.
     """
@@ -251,7 +253,7 @@ class OneDeviceStrategy(_NoStrategy):
 
 
 class ParameterServerStrategy(_NoStrategy):
-    """TensorFlow's strategy with servers, for ``isinstance``, which is False.
+    """A name of TensorFlow for ``isinstance``, which is always False.
 
     Creating one raises a NotImplementedError, which says what to write.
     """
@@ -263,7 +265,7 @@ class ParameterServerStrategy(_NoStrategy):
 
 
 class CentralStorageStrategy(ParameterServerStrategy):
-    """TensorFlow's strategy with one copy, for ``isinstance``, which is False.
+    """A name of TensorFlow for ``isinstance``, which is always False.
 
     Creating one raises a NotImplementedError, which says what to write.
     """
@@ -273,10 +275,10 @@ _NAMES: Final = (MirroredStrategy, MultiWorkerMirroredStrategy)
 
 
 def strategy_supports_no_merge_call() -> bool:
-    """Return whether code may skip `merge_call`: only if there is one replica.
+    """Return whether code may skip `merge_call`: True outside every scope only.
 
-    Not collective. True outside every scope; False with an `MPIStrategy`, whose
-    variables change in a `merge_call`. In TensorFlow in ``tf.__internal__.distribute``.
+    Not collective. False with any `MPIStrategy`, even of one replica. In TensorFlow in
+    ``tf.__internal__.distribute``.
     """
     return not context.has_strategy()
 

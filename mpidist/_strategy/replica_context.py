@@ -265,14 +265,14 @@ class ReplicaContext:
         value: Nest,
         options: CommunicationOptions | None = None,
     ) -> CollectiveHandle[Nest]:
-        """Begin an `all_reduce`, and return while it goes on.
+        """Start an asynchronous `all_reduce`, and return a handle for its result.
 
-        Collective, as `all_reduce`: every replica begins the same calls in the same
-        order. A thread of the strategy makes them one after the other, in that order.
-        Any other collective call waits first for those that were begun. Not in
+        Collective, as `all_reduce`: every replica starts the same calls in the same
+        order. A thread of the strategy executes them one after the other, in that
+        order. Any other collective call first waits for all of them. Not in
         tf.distribute.
 
-        The thread is not used, and the call is made before this returns, with one
+        It is synchronous, with the result ready when this returns, if there is one
         replica, on a GPU, with a function as ``reduce_op`` or a `CrossDeviceOps`, and
         if MPI was not started with ``MPI_THREAD_MULTIPLE`` (see ``mpidist info``).
 
@@ -285,12 +285,12 @@ class ReplicaContext:
 
         Returns:
             A handle, whose ``result()`` waits, and returns what `all_reduce` would have
-            returned. What that would have raised is raised by ``result()``, or by the
-            next collective call that is not begun but made, whichever comes first, at
-            the latest at the end of `Strategy.run`, or at that of the program, as an
-            uncaught exception; calls begun in between are not made, and raise the
-            same. A handle that is dropped without ``result()`` gives a RuntimeWarning,
-            once.
+            returned. What that would have raised is raised by ``result()`` or by the
+            next synchronous collective call, whichever comes first; at the latest at
+            the end of `Strategy.run` or, as an uncaught exception, of the program.
+            Asynchronous calls started in between are not executed, and raise the same
+            error. A handle that is dropped without ``result()`` gives a
+            RuntimeWarning, once.
 
         Raises:
             RuntimeError: if called outside this replica context.
@@ -313,9 +313,9 @@ class ReplicaContext:
     def all_gather_async(
         self, value: Given, axis: int, options: CommunicationOptions | None = None
     ) -> CollectiveHandle[Given]:
-        """Begin an `all_gather`, and return while it goes on.
+        """Start an asynchronous `all_gather`, and return a handle for its result.
 
-        Collective; see `all_reduce_async` for what begins now and ends later.
+        Collective; otherwise as `all_reduce_async`.
 
         Args:
             value: as for `all_gather`; it may not change before `result` has returned.

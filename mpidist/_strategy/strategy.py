@@ -45,12 +45,12 @@ class CommunicationStatistics:
 
     Attributes:
         seconds: time in collectives, including waiting for other ranks.
-        calls: number of collectives that moved arrays, by the name of MPI's operation
-            of the same meaning, and of rank 0's messages to all (``Ibcast``). On one
-            node most of them go through shared memory.
-        bytes: bytes of this rank's buffers in them, by that name.
-        mpi_calls: number of calls of MPI's own functions, by name: those that moved
-            arrays, and those of headers and messages.
+        calls: number of collectives that moved arrays, by the name of the equivalent
+            MPI operation, and of messages from rank 0 to all ranks (``Ibcast``). On one
+            node most of them use shared memory, not MPI.
+        bytes: bytes of this rank's buffers in these calls, by the same names.
+        mpi_calls: number of calls of MPI functions, by name: those that moved arrays,
+            headers and messages.
     """
 
     seconds: float
@@ -111,8 +111,8 @@ class Strategy:
     def is_main_process(self) -> bool:
         """Whether this is rank 0, which prints, logs and plots. Not in tf.distribute.
 
-        No collective call may depend on it: checkpoints, reductions and reading ON_READ
-        variables are for every rank.
+        Do not make collective calls depend on it: checkpoints, reductions and reading
+        ON_READ variables are for every rank.
         """
         return self._group.replica_id == 0
 
@@ -124,15 +124,15 @@ class Strategy:
         file: SupportsWrite | None = None,
         flush: bool = True,
     ) -> None:
-        """Print on rank 0 only, at once. Not collective.
+        """Print on rank 0 only. Not collective.
 
         Args:
             values: as for Python's ``print``, like ``sep``, ``end`` and ``file``.
             sep: between the values.
             end: after the last one.
             file: default: the standard output.
-            flush: whether it is shown at once; True, since the output of launchers is a
-                pipe, which Python fills first.
+            flush: whether the text is shown at once. Default True: the output of a rank
+                is a pipe to the launcher, which Python would buffer.
         """
         if self.is_main_process:
             print(*values, sep=sep, end=end, file=file, flush=flush)
@@ -167,9 +167,9 @@ class Strategy:
     def scope(self) -> Scope[Strategy]:
         """Make this the current strategy, in cross-replica context.
 
-        Not collective. Variables created inside are mirrored. A scope may be nested in
-        itself, and the same object entered again. That of the default strategy changes
-        nothing.
+        Not collective. Variables created inside have a copy on each replica. A scope
+        may be entered again inside itself, and the returned object may be used again.
+        The scope of the default strategy has no effect.
 
         Raises:
             RuntimeError: when it is entered inside the scope of another strategy, or in
@@ -234,7 +234,9 @@ class Strategy:
     ) -> Nest:
         """Run ``fn`` once on every replica.
 
-        Collective: every rank must call this, in the same order.
+        Collective: every rank must call this, in the same order. If a subclass
+        overrides `scope`, ``fn`` runs in that scope, as in TensorFlow, except in
+        ``merge_fn``.
 
         Args:
             fn: the replica function; every rank calls its own.
@@ -242,9 +244,6 @@ class Strategy:
                 nested ones) are passed as the replica's component, variables unchanged.
             kwargs: its keyword arguments, passed in the same way.
             options: accepted and ignored (``tf.distribute.RunOptions`` is for TPUs).
-
-        In a class that overrides `scope`, as in TensorFlow, ``fn`` runs in that scope;
-        not if ``merge_fn`` calls this.
 
         Returns:
             The result of ``fn``: each array or number of the nest as a `PerReplica`,
@@ -310,8 +309,9 @@ class Strategy:
                 batches, and empty ones, are weighted correctly.
 
         Returns:
-            One array or number, the same on all ranks, in the nest of ``value``. A
-            value that is not per replica is returned unchanged for MEAN, MIN and MAX.
+            One array or number, the same on all ranks, in the nest of ``value``. With
+            MEAN, MIN and MAX a value that is not per replica is its own result, reduced
+            over ``axis`` if that is not None.
 
         Raises:
             ValueError: if the operation is unknown or the axis out of range, or for SUM
@@ -500,10 +500,10 @@ class Strategy:
     ) -> mpidist.data.DistributedDataset:
         """Split the global batches of a dataset over the replicas. Collective.
 
-        Every rank passes the same dataset; a RuntimeWarning says if some rows of its
-        arrays in memory are not the same on all. Each batch is one step, and each
-        replica gets a part of it, in order; `InputOptions.auto_shard_policy` sets the
-        rule. Every row is used exactly once.
+        Every rank passes the same dataset. If its arrays are in memory, some of their
+        rows are compared, and a RuntimeWarning says if they differ. Each batch is one
+        step, and each replica gets a part of it, in order;
+        `InputOptions.auto_shard_policy` sets the rule. Every row is used exactly once.
 
         Args:
             dataset: a batched `mpidist.data.Dataset`, of which each rank reads only its
@@ -592,7 +592,7 @@ class Strategy:
     ) -> mpidist.data.DistributedIterator:
         """Return an iterator over a dataset of global batches. Collective.
 
-        For TensorFlow 1 code: `experimental_distribute_dataset` and ``iter``.
+        For TensorFlow 1 code: ``iter(experimental_distribute_dataset(dataset))``.
         """
         return iter(self.experimental_distribute_dataset(dataset))
 
@@ -603,7 +603,7 @@ class Strategy:
     ) -> mpidist.data.DistributedIterator:
         """Return an iterator over inputs from a function. Collective.
 
-        For TensorFlow 1 code: `distribute_datasets_from_function` and ``iter``.
+        For TensorFlow 1 code: ``iter(distribute_datasets_from_function(input_fn))``.
 
         Args:
             input_fn: as ``dataset_fn`` there; it may also return a function without

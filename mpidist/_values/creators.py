@@ -28,11 +28,12 @@ def current() -> Creators:
 
 @contextlib.contextmanager
 def variable_creator_scope(variable_creator: Creator) -> Iterator[None]:
-    """Let a function change how the variables of a ``with`` block are made.
+    """Let a function change how variables are created in a ``with`` block.
 
     Not collective, but all ranks must enter it, since they create variables together.
-    As ``tf.variable_creator_scope``: the innermost function is called first. The slots
-    of optimizers count, too. In ``merge_fn`` only rank 0's function is called.
+    As ``tf.variable_creator_scope``: the innermost function is called first. It
+    also applies to the slots of optimizers. In ``merge_fn`` only rank 0's function is
+    called.
 
     Args:
         variable_creator: called as ``variable_creator(next_creator, **kwargs)`` with

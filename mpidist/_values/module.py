@@ -16,10 +16,10 @@ _R = TypeVar("_R")
 
 @explain_attributes
 class Module:
-    """A class to derive from: its variables are those among its attributes.
+    """A base class for models: it finds the variables among its attributes.
 
-    As tf.Module. Attributes are searched in the order of their names, in lists, tuples
-    and dicts too, in other modules, and in metrics and optimizers that are built.
+    As tf.Module. Attributes are searched in the order of their names, and so are lists,
+    tuples, dicts, modules, metrics and optimizers (once they are built) among them.
     `mpidist.Checkpoint` saves the variables by the names of the attributes, such as
     ``model/dense/w``. Not collective.
 
@@ -49,22 +49,22 @@ class Module:
 
     @property
     def trainable_variables(self) -> tuple[Variable, ...]:
-        """Those of the variables that are trainable."""
+        """The variables whose ``trainable`` is True."""
         return tuple(v for v in self.variables if v.trainable)
 
     @property
     def non_trainable_variables(self) -> tuple[Variable, ...]:
-        """Those of the variables that are not trainable."""
+        """The variables whose ``trainable`` is False."""
         return tuple(v for v in self.variables if not v.trainable)
 
     @property
     def name_scope(self) -> contextlib.AbstractContextManager[None]:
-        """A context without effect: names of variables are as they are given."""
+        """A context manager without effect: variable names get no prefix."""
         return contextlib.nullcontext()
 
     @staticmethod
     def with_name_scope(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Return ``method``, as names of variables are as they are given."""
+        """Return ``method`` unchanged: variable names get no prefix."""
         return method
 
     @property

@@ -64,7 +64,8 @@ class Variable(ArrayLike, Registered):
       communication.
     - In cross-replica context reading it (`value`, `numpy`, operators, ...) is a
       collective call that combines the copies according to ``aggregation``: the sum,
-      the mean, or replica 0's. With NONE this is an error.
+      the mean, or replica 0's. With NONE this is an error. Each copy begins with the
+      initial value: with SUM, n replicas read n times that.
     - In cross-replica context, reading after `assign` returns the assigned value: with
       SUM each copy gets ``value / n`` (integers are split into shares that add up
       exactly), otherwise ``value``. With SUM, `assign_add` and `assign_sub` change only
@@ -84,8 +85,8 @@ class Variable(ArrayLike, Registered):
         shape: the required shape of the initial value, if given.
 
     Raises:
-        ValueError: for MEAN of a dtype that is not floating-point, SUM of bool, an
-            unsupported synchronization, or an initial value of another shape.
+        ValueError: for MEAN of an integer dtype or bool, SUM of bool, an unsupported
+            synchronization, or an initial value of another shape.
         TypeError: if the initial value is not an array.
 
     Example, on two replicas::
@@ -155,7 +156,7 @@ class Variable(ArrayLike, Registered):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """The time when the copies are combined: when written, or when read."""
+        """When the copies are combined: ON_WRITE or ON_READ."""
         return self._storage.attributes.synchronization
 
     @property
@@ -350,8 +351,8 @@ class Variable(ArrayLike, Registered):
             (``Any`` for type checkers, so that no test for None is needed).
 
         Raises:
-            ValueError: if the shape or dtype does not match, and in a replica context
-                if replicas have other values and the aggregation is NONE.
+            ValueError: if the shape or dtype does not match; in a replica context also
+                if the replicas' values differ and the aggregation is NONE.
             CollectiveMismatchError: in cross-replica context, if a plain value is not
                 the same on all ranks.
         """
@@ -400,7 +401,7 @@ class Variable(ArrayLike, Registered):
 
         Raises:
             ValueError: if an index is out of range, or the rows' shape or dtype does
-                not match, and in a replica context if replicas have other rows and
+                not match; in a replica context also if the replicas' rows differ and
                 the aggregation is NONE.
             TypeError: if it is not an `IndexedSlices`.
             NotImplementedError: for an ON_READ variable.
