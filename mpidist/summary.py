@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard, by the names of tf.summary: rank 0 writes them.
+"""Numbers for TensorBoard, with the functions of tf.summary: rank 0 writes them.
 
 Every rank makes these calls, without an ``if``: in the scope of a strategy its replica
 0 writes, outside every scope rank 0 of the job. Nothing here communicates, but
@@ -25,7 +25,7 @@ from mpidist.cluster import this_process as _this_process
 
 
 class SummaryWriter:
-    """Writes the numbers of `scalar` to a file; make it by `create_file_writer`."""
+    """Writes the numbers of `scalar` to a file; `create_file_writer` returns it."""
 
     def __init__(self, logdir: str | None, suffix: str = "") -> None:
         """Make the file at the first number, on the rank that writes."""
@@ -36,7 +36,7 @@ class SummaryWriter:
 
     @_contextlib.contextmanager
     def as_default(self, step: object = None) -> _abc.Iterator[SummaryWriter]:
-        """Let `scalar` write here in a ``with``, and make ``step`` its step."""
+        """Return a context in which `scalar` writes here, by default at ``step``."""
         here = _state()
         before = here.writer, here.step
         self.set_as_default(step)
@@ -48,7 +48,7 @@ class SummaryWriter:
                 here.step = before[1]
 
     def set_as_default(self, step: object = None) -> None:
-        """Let `scalar` write here from now on, and make ``step`` its step."""
+        """Let `scalar` write here from now on, by default at ``step``."""
         here = _state()
         here.writer = self
         if step is not None:

@@ -39,11 +39,11 @@ _STOP_SECONDS: Final = 5.0
 
 
 class CollectiveHandle(Generic[_T]):
-    """A collective call that was begun, such as by `ReplicaContext.all_reduce_async`.
+    """An asynchronous collective call; `ReplicaContext.all_reduce_async` returns it.
 
-    A handle that is dropped without `result` warns (RuntimeWarning), once for each
-    strategy. What its call raises is then raised by the next collective call, or at the
-    end of the program.
+    A handle that is dropped without a call of `result` gives a RuntimeWarning, once for
+    each strategy. What its call raises is then raised by the next synchronous
+    collective call, or at the end of the program.
     """
 
     _calls: AsyncCalls | None = None

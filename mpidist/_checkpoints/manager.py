@@ -190,9 +190,10 @@ class CheckpointManager:
             check_interval: False: save it before ``checkpoint_interval`` is over, too.
 
         Returns:
-            Its path; None if ``checkpoint_interval`` is not over, or the counter that
-            of the last checkpoint. The type includes
-            ``Any`` for type checkers: without an interval no test for None is needed.
+            Its path; None if nothing was saved, because ``checkpoint_interval`` is not
+            over, or the counter has not changed since the last checkpoint. The type
+            includes ``Any`` for type checkers: without an interval no test for None is
+            needed.
 
         Raises:
             CollectiveMismatchError: if the ranks' counters, or those of their last
@@ -341,9 +342,9 @@ def latest_checkpoint(
 ) -> str | None:
     """Return the path of the newest complete checkpoint in a directory.
 
-    Of a `CheckpointManager`, or saved there by `Checkpoint.save`. Checkpoints are
-    directories: that of one checkpoint is returned as it is, so that a program may pass
-    a path if it is a directory.
+    It was saved by a `CheckpointManager`, or there by `Checkpoint.save`. A checkpoint
+    is a directory, too: its own path is returned unchanged, so that a program may pass
+    either.
 
     Not collective: it reads the directory on the rank that calls it, needs no strategy
     and no MPI, and skips damaged checkpoints with a warning. In a program on several

@@ -68,7 +68,7 @@ _numbers = threads.ReplicaLocal(lambda: itertools.count(1))  # of observed strat
 
 @contextlib.contextmanager
 def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record what strategies do that are made inside the block. Collective.
+    """Record what the strategies that are created in the block do. Collective.
 
     Every rank enters and leaves it. At the end rank 0 writes one file for all ranks, on
     one clock, which https://ui.perfetto.dev and ``chrome://tracing`` show, and

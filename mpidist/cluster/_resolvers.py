@@ -75,8 +75,9 @@ class ClusterResolver(abc.ABC):
     ) -> dict[str, int]:
         """Return how many GPUs a task has: ``{"GPU": 2}``, or ``{}``.
 
-        Unless a subclass says otherwise those that CuPy finds in this process, whatever
-        the arguments are. ``config_proto`` is ignored. Of other names it has 0.
+        Unless a subclass overrides it, these are the GPUs that CuPy finds in this
+        process, whatever the arguments are. ``config_proto`` is ignored. The dict
+        returns 0 for other names.
         """
         return collections.defaultdict(int, self._accelerators(task_id))
 
@@ -162,7 +163,7 @@ def _of_tf_config(*keys: str, kind: type, default: object = None) -> Any:
     def assign(resolver: ClusterResolver, value: object) -> None:
         vars(resolver)[f"_{key}"] = value
 
-    return property(get, assign, doc="Of ``TF_CONFIG``, unless it was assigned.")
+    return property(get, assign, doc="The value in ``TF_CONFIG``, or the one assigned.")
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -181,8 +182,9 @@ class TFConfigClusterResolver(ClusterResolver):
     known which task this process is.
 
     Args:
-        task_type: overrides that of the variable, and so do the others.
-        task_id: of this process.
+        task_type: the job of this process; here and below None means the value in the
+            variable.
+        task_id: the number of this process in its job.
         rpc_layer: the protocol that `master` puts before an address.
         environment: the name of the environment.
     """
@@ -252,7 +254,7 @@ def _section(name: str) -> dict[str, Any]:
 
 
 class TPUClusterResolver:
-    """Raises the ValueError by which programs of TensorFlow find no TPU."""
+    """Raises the ValueError that tells programs of TensorFlow: there is no TPU."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Raise a ValueError."""
@@ -269,8 +271,8 @@ class TPUClusterResolver:
 class UnionResolver(ClusterResolver):
     """Several resolvers as one.
 
-    The tasks of a job that several have are joined: lists one after the other, dicts
-    by index. All else is that of the first resolver.
+    The tasks of a job that several have are combined: lists are concatenated, dicts
+    merged by index. All else is taken from the first resolver.
 
     Args:
         cluster_resolvers: at least one.

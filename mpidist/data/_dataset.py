@@ -51,10 +51,10 @@ class Dataset(metaclass=_Names):
     ``name`` is accepted everywhere, without effect.
 
     Start with `from_tensor_slices`, `range`, `from_generator`, `from_tensors`,
-    `list_files` or `zip`. The elements of most datasets can be found by number; after
-    `from_generator`, `filter`, `take_while`, `unbatch`, `interleave` and `flat_map`
-    only by going through those before them, on each rank. Then, too, `map` and `batch`
-    run for a rank's own rows only.
+    `list_files` or `zip`. Most datasets have random access: a rank reads its own rows
+    only. After `from_generator`, `filter`, `take_while`, `unbatch`, `interleave` and
+    `flat_map` there is none, and each rank goes through all elements; but a `map` and a
+    `batch` that follow still run for its own rows only.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -231,9 +231,9 @@ class Dataset(metaclass=_Names):
         """Shuffle the elements, as in tf.data.
 
         Each element is a random one of a buffer of the next ``buffer_size`` elements. A
-        buffer for all of them, or ``shuffle(seed=1)``, gives a full permutation. If the
-        elements are found by number, they still are: the order of a pass is computed
-        without reading, and takes 8 bytes for each element.
+        buffer for all of them, or ``shuffle(seed=1)``, gives a full permutation. Random
+        access stays: the order of an epoch is computed without reading the elements,
+        and takes 8 bytes for each.
 
         The order depends on the seed and on the number of the iteration over the
         dataset. As in TensorFlow, rows mix across the rounds of a `repeat` only if that
@@ -242,18 +242,19 @@ class Dataset(metaclass=_Names):
         Args:
             buffer_size: the size of the buffer; 1: the order stays. None, or
                 `UNKNOWN_CARDINALITY`: a buffer for all elements.
-            seed: 0 or more. None: the next one of a sequence, which is the same in each
-                run, unless `mpidist.seed_all` begins another, and on all ranks if they
-                make the same datasets, or make them in a function that they pass to a
-                strategy; 0 in functions that run as elements are read.
+            seed: an int, 0 or more. None: the next one of a sequence, which starts
+                again in each run; `mpidist.seed_all` starts another one. It is the same
+                on all ranks if they create the same datasets, or create them in a
+                function that they pass to a strategy. In functions that are called as
+                elements are read, None is 0.
             reshuffle_each_iteration: whether each iteration over the dataset, and each
                 round of a later `repeat`, has a different order; None: True.
             name: accepted.
 
         Raises:
             TypeError: if there is neither a size nor a seed.
-            ValueError: if there is no size, but the dataset is infinite, or its
-                elements are not found by number.
+            ValueError: if there is no size, and the dataset is infinite or has no
+                random access.
 
         Example::
 
@@ -309,9 +310,10 @@ class Dataset(metaclass=_Names):
         """Keep every ``num_shards``-th element, starting at number ``index``.
 
         For `Strategy.distribute_datasets_from_function`:
-        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``. The
-        shards of ranks overlap after a `shuffle` without a seed, made outside of the
-        function, if one rank has made more such datasets than another: give it a seed.
+        ``dataset.shard(context.num_input_pipelines, context.input_pipeline_id)``. A
+        `shuffle` before it, created outside of that function, needs a seed: without
+        one, the ranks' orders differ, and so shards overlap, if one rank has created
+        more such datasets than another.
         """
         num_shards = _as_count("shard", "num_shards", num_shards, least=1)
         index = _as_count("shard", "index", index, least=0)
@@ -399,14 +401,14 @@ class Dataset(metaclass=_Names):
         Args:
             map_func: gets an element (the parts of a tuple as separate arguments) and
                 returns a nest of arrays and numbers. It runs when an element is read,
-                in a thread if there are any, and must not call collectives. The arrays
-                must be new, or not written again: `batch`, `shuffle` and `prefetch`
-                keep several elements, and a buffer would have the last one in all.
-            num_parallel_calls: the number of threads that call it, for elements one
-                after the other; `AUTOTUNE`: one for each core of this rank, up to 8.
-                Useful if it waits for files or releases the GIL, as many NumPy
-                functions do. The order of elements does not change; the threads are at
-                most ``num_parallel_calls`` elements ahead.
+                perhaps in a thread, and must not call collectives. It must return new
+                arrays, not a buffer that it writes to again: `batch`, `shuffle` and
+                `prefetch` keep several elements.
+            num_parallel_calls: the number of threads that call it, each for one element
+                at a time; `AUTOTUNE`: one for each core of this rank, up to 8. Useful
+                if it waits for files or releases the GIL, as many NumPy functions do.
+                The order of elements does not change; the threads are at most
+                ``num_parallel_calls`` elements ahead.
             deterministic: accepted: the order is kept with False, too.
             synchronous: accepted, without effect.
             use_unbounded_threadpool: accepted, without effect.
@@ -450,7 +452,7 @@ class Dataset(metaclass=_Names):
         deterministic: bool | None = None,
         name: str | None = None,
     ) -> Dataset:
-        """Read the datasets that a function makes of the elements, in turn.
+        """Turn each element into a dataset by a function; read these in turn.
 
         For files: ``names.interleave(open_one, cycle_length=4)``. With
         ``AutoShardPolicy.FILE`` each replica opens files of its own.
@@ -500,7 +502,7 @@ class Dataset(metaclass=_Names):
     def flat_map(
         self, map_func: Callable[..., Dataset], name: str | None = None
     ) -> Dataset:
-        """Read the datasets that a function makes of the elements, one by one."""
+        """Turn each element into a dataset by a function; read one after the other."""
         return self.interleave(map_func, cycle_length=1)
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
@@ -572,19 +574,19 @@ class Dataset(metaclass=_Names):
         )
 
     def unbatch(self, name: str | None = None) -> Dataset:
-        """Take elements apart into their rows."""
+        """Split each element into its rows, which become the elements."""
         return Dataset(several.Unbatch([self._stage], "unbatch()"))
 
     # --- properties -----------------------------------------------------------
 
     def with_options(self, options: Options, name: str | None = None) -> Dataset:
-        """Set options; of `Options`, those that are not the default."""
+        """Set the options in ``options`` that do not have their default value."""
         given = isinstance(options, Options)
         expect(given, "Dataset.with_options", "a `mpidist.data.Options`", options)
         return Dataset(stages.Same([self._stage], "", 0, copy.deepcopy(options)))
 
     def assert_cardinality(self, expected_cardinality: int) -> Dataset:
-        """Declare the number of elements, if only reading would tell it.
+        """Declare the number of elements, for a dataset that does not know it.
 
         Reading raises ValueError if the number is another one.
         """
@@ -605,11 +607,11 @@ class Dataset(metaclass=_Names):
     def element_spec(self) -> Nest:
         """The nest of `ArraySpec` of an element.
 
-        After a `map`, and where it is not declared, it is found by reading the first
-        element; if there is none, by calling the function of the `map` with zeros.
+        After a `map`, and where it is not declared, the first element is read to find
+        it; if there is none, the function of the `map` is called with zeros.
 
         Raises:
-            ValueError: if the dataset is empty, and that does not tell it.
+            ValueError: if it cannot be found, since the dataset is empty.
         """
         return self._stage.element_spec
 

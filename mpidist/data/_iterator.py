@@ -41,7 +41,7 @@ class DistributedIterator(PositionedIterator):
     An element has the structure of the dataset's, and each of its leaves is a
     `PerReplica`. All ranks get an element, or reach the end, together: a replica
     without rows gets arrays with 0 rows. An element that raised an exception on some
-    rank is left out on all: the next call goes on after it.
+    rank is skipped on all: the next call goes on after it.
     """
 
     _unit = "steps"

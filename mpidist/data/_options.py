@@ -128,8 +128,8 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        experimental_fetch_to_device: whether arrays are moved to the replica's device
-            (the default, and None) or stay on the host.
+        experimental_fetch_to_device: True or None, the default: arrays are moved to the
+            replica's device. False: they stay on the host.
         experimental_replication_mode: an `InputReplicationMode`; both mean the same
             here, but PER_REPLICA is only allowed for
             `distribute_datasets_from_function`.
@@ -138,8 +138,8 @@ class InputOptions:
             arrays are read on the host.
         experimental_per_replica_buffer_size: accepted and ignored; use
             `Dataset.prefetch`.
-        auto_shard_policy: an `AutoShardPolicy` or its name. In TensorFlow it is an
-            option of the dataset, which counts here if this is AUTO.
+        auto_shard_policy: an `AutoShardPolicy` or its name. With AUTO that of the
+            dataset's `Options` is used, which is TensorFlow's place for it.
         experimental_prefetch_to_device: the older name of the first.
 
     Raises:
@@ -205,24 +205,24 @@ class IgnoredOptions(types.SimpleNamespace):
 
 
 class ThreadingOptions(IgnoredOptions):
-    """Threads of TensorFlow's runtime."""
+    """Options for threads of TensorFlow's runtime; accepted, without effect."""
 
 
 class AutotuneOptions(IgnoredOptions):
-    """TensorFlow's choice of buffer sizes and threads."""
+    """Options for TensorFlow's autotuning; accepted, without effect."""
 
 
 class OptimizationOptions(IgnoredOptions):
-    """Rewriting of TensorFlow's graphs."""
+    """Options for TensorFlow's graph optimizer; accepted, without effect."""
 
 
 @dataclasses.dataclass
 class Options:
     """Options for `Dataset.with_options`.
 
-    One has an effect: ``experimental_distribute.auto_shard_policy``. The others steer
-    the runtime of TensorFlow; they are accepted. The order of elements is always the
-    same, also with ``deterministic=False``.
+    One has an effect: ``experimental_distribute.auto_shard_policy``. The others are for
+    TensorFlow's runtime, and are accepted without effect. The order of elements is
+    always the same, also with ``deterministic=False``.
     """
 
     experimental_distribute: DistributeOptions = field(

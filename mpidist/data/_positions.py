@@ -29,7 +29,7 @@ class OutOfRangeError(LookupError):
     """`DistributedIterator.get_next` was called at the end of the input.
 
     On all ranks together. It is not a StopIteration, which a generator or a ``for``
-    loop around the call would interpret as its own end; what ``next`` raises is both.
+    loop around the call would take for its own end. What ``next`` raises is both.
     """
 
 
@@ -62,7 +62,7 @@ class Optional:
 
     @classmethod
     def empty(cls, element_structure: Nest) -> Self:
-        """Return one that holds nothing, with the specs of the elements that it may."""
+        """Return one without an element, whose `element_spec` is given."""
         return cls(spec=lambda: element_structure)
 
     def has_value(self) -> bool:
@@ -279,7 +279,7 @@ class DatasetIterator(PositionedIterator):
     """Iterates over the elements of a `Dataset`: the result of ``iter(dataset)``.
 
     Its threads, if there are any, end with it. An element whose function raised an
-    exception is left out, a batch with all its rows: the next call goes on after it; to
+    exception is skipped, a batch with all its rows: the next call goes on after it; to
     try it again, pass `state` to `restore`. After an exception of what finds the
     elements (a generator, a predicate, the function of `interleave`), the next call
     raises a RuntimeError, and the input has ended.

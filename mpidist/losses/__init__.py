@@ -1,9 +1,9 @@
-"""Losses by the names of Keras, of NumPy, CuPy, torch and JAX arrays.
+"""Losses with the names of Keras, for NumPy, CuPy, torch and JAX arrays.
 
-The functions return one loss per row; the classes add the rows up by their
-``reduction``. Of torch tensors and JAX arrays the result has its gradient as always.
-For arrays of NumPy and CuPy, which record none, `Loss.gradient` returns it in closed
-form. Floats of 16 bits are computed with in float32. Nothing here communicates.
+The functions return one loss per row; the classes reduce the rows by their
+``reduction``. With torch and JAX, results can be differentiated as usual. For NumPy and
+CuPy, which cannot, `Loss.gradient` returns the gradient in closed form. 16-bit floats
+are computed with in float32. Nothing here communicates.
 
 The formulas are those of Keras 3 (keras/src/losses/losses.py and
 keras/src/backend/tensorflow/nn.py): losses are means over the last axis, and

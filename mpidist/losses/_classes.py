@@ -143,9 +143,9 @@ class Loss:
     def gradient(self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None) -> Any:
         """Return the derivative of the loss with respect to the predictions.
 
-        With the reduction "none" that of the sum of the losses of the rows: divide it
-        by the rows of the whole step (`mpidist.global_batch_size`), as
-        `mpidist.compute_average_loss` does the losses.
+        With the reduction "none" it is the derivative of the sum of the rows' losses:
+        divide it by the number of rows of the whole step (`mpidist.global_batch_size`),
+        as `mpidist.compute_average_loss` divides the losses.
 
         Args:
             y_true: the labels.
@@ -157,7 +157,8 @@ class Loss:
 
         Raises:
             TypeError, ValueError: as a call.
-            NotImplementedError: of a class of the user, which has no ``_derivative``.
+            NotImplementedError: for a class derived from `Loss` that does not define
+                it.
         """
         y, slope = self._derivative(y_true, y_pred)
         losses = y.pred.sum(-1)
@@ -218,7 +219,7 @@ class Huber(_Elementwise):
     """`huber`, reduced over the rows; see `Loss`.
 
     Args:
-        delta: of `huber`.
+        delta: as for `huber`.
         reduction: as for `Loss`.
         name: of the loss.
     """
@@ -265,7 +266,7 @@ class BinaryCrossentropy(_CrossEntropy, _Elementwise):
     Args:
         from_logits: whether predictions are logits.
         label_smoothing: moves labels towards 0.5 by this fraction.
-        axis: -1; accepted for its name.
+        axis: must be -1.
         reduction: as for `Loss`.
         name: of the loss.
     """
@@ -286,7 +287,7 @@ class CategoricalCrossentropy(_CrossEntropy):
     Args:
         from_logits: whether predictions are logits.
         label_smoothing: moves labels towards 1 / classes by this fraction.
-        axis: -1; accepted for its name.
+        axis: must be -1.
         reduction: as for `Loss`.
         name: of the loss.
     """
@@ -310,7 +311,7 @@ class SparseCategoricalCrossentropy(_OfFunction):
     Args:
         from_logits: whether predictions are logits.
         reduction: as for `Loss`.
-        axis: -1; accepted for its name.
+        axis: must be -1.
         name: of the loss.
     """
 

@@ -28,7 +28,7 @@ def mean_squared_error(y_true: Nest, y_pred: Nest) -> Any:
         An array without the last axis, in the library and dtype of ``y_pred``.
 
     Raises:
-        TypeError, ValueError: if they are no arrays, or their shapes differ.
+        TypeError, ValueError: if they are not arrays, or their shapes differ.
     """
     y = pair(y_true, y_pred, "mean_squared_error")
     return cast(((y.pred - y.true) ** 2).mean(-1), y.dtype)
@@ -44,10 +44,11 @@ def mean_absolute_error(y_true: Nest, y_pred: Nest) -> Any:
 
 
 def huber(y_true: Nest, y_pred: Nest, delta: float = 1.0) -> Any:
-    """Return the mean over the last axis of half the squares of small differences.
+    """Return the mean over the last axis of the Huber loss of the differences.
 
-    Of a difference e above ``delta``, a positive number, it is
-    ``delta * (abs(e) - delta / 2)``. Otherwise as `mean_squared_error`.
+    For a difference e it is ``e**2 / 2`` if ``abs(e) <= delta``, which is greater than
+    0, and otherwise ``delta * (abs(e) - delta / 2)``. Otherwise as
+    `mean_squared_error`.
     """
     check_options("huber", delta=delta)
     y = pair(y_true, y_pred, "huber")
@@ -72,7 +73,7 @@ def binary_crossentropy(
         y_pred: probabilities, or logits.
         from_logits: whether they are logits.
         label_smoothing: moves labels towards 0.5 by this fraction, from 0 to 1.
-        axis: -1; accepted for its name.
+        axis: must be -1.
     """
     call = "binary_crossentropy"
     check_options(call, axis=axis, label_smoothing=label_smoothing)
@@ -104,7 +105,7 @@ def categorical_crossentropy(
             logits.
         from_logits: whether they are logits.
         label_smoothing: moves labels towards 1 / classes by this fraction, from 0 to 1.
-        axis: -1; accepted for its name.
+        axis: must be -1.
     """
     call = "categorical_crossentropy"
     check_options(call, axis=axis, label_smoothing=label_smoothing)
@@ -129,7 +130,7 @@ def sparse_categorical_crossentropy(
         y_true: the numbers of the classes, without the last axis, or with length 1.
         y_pred: a score of each class: probabilities, or logits.
         from_logits: whether they are logits.
-        axis: -1; accepted for its name.
+        axis: must be -1.
 
     Raises:
         ValueError: also for a label that is no class (a function that JAX transforms

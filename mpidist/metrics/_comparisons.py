@@ -32,14 +32,14 @@ class _Compared(Mean):
 
 
 class Accuracy(_Compared):
-    """How often predictions equal labels, of the same shape."""
+    """The fraction of predictions that equal their label; of the same shape."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
         return _of_shape(true, pred.shape, self._call) == pred
 
 
 class SparseCategoricalAccuracy(_Compared):
-    """How often the largest of the scores is that of the label, an int."""
+    """The fraction of rows whose label, an int, is the class of the largest score."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
         found = pred.argmax(-1)
@@ -47,14 +47,14 @@ class SparseCategoricalAccuracy(_Compared):
 
 
 class CategoricalAccuracy(_Compared):
-    """How often the largest of the scores is that of the label, a one-hot row."""
+    """The fraction of rows whose one-hot label is the class of the largest score."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
         return _of_shape(true, pred.shape, self._call).argmax(-1) == pred.argmax(-1)
 
 
 class BinaryAccuracy(_Compared):
-    """How often predictions are on the side of ``threshold`` that their labels say.
+    """The fraction of predictions whose class, 0 or 1, equals the label.
 
     Args:
         name: of the metric.
@@ -72,23 +72,23 @@ class BinaryAccuracy(_Compared):
 
 
 class MeanSquaredError(_Compared):
-    """The mean of the squares of the differences of predictions and labels."""
+    """The mean squared difference between predictions and labels."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
         return self._difference(true, pred) ** 2
 
 
 class MeanAbsoluteError(_Compared):
-    """The mean of the magnitudes of the differences of predictions and labels."""
+    """The mean absolute difference between predictions and labels."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
         return abs(self._difference(true, pred))
 
 
 class MeanAbsolutePercentageError(_Compared):
-    """The mean of the magnitudes of the differences, in percent of the labels'.
+    """The mean absolute difference, in percent of the labels' absolute values.
 
-    Labels count as 1e-7 or more.
+    These count as 1e-7 or more.
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
@@ -97,9 +97,9 @@ class MeanAbsolutePercentageError(_Compared):
 
 
 class MeanSquaredLogarithmicError(_Compared):
-    """The mean of the squares of the differences of the logarithms of 1 + x.
+    """The mean squared difference of ``log(1 + x)`` of predictions and labels.
 
-    Labels and predictions count as 1e-7 or more.
+    Both count as 1e-7 or more.
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
@@ -109,7 +109,7 @@ class MeanSquaredLogarithmicError(_Compared):
 
 
 class KLDivergence(_Compared):
-    """The mean divergence of predicted probabilities from those of the labels.
+    """The mean Kullback-Leibler divergence of predictions from labels.
 
     Probabilities, which are the last axis, count as 1e-7 or more.
     """
@@ -144,7 +144,7 @@ class CosineSimilarity(_Compared):
 
 
 class RootMeanSquaredError(MeanSquaredError):
-    """The root of the mean of the squares of the differences."""
+    """The square root of the mean squared difference."""
 
     def result(self) -> Any:
         """Return the root, a float64; 0 if there are no values. Collective."""
@@ -152,11 +152,13 @@ class RootMeanSquaredError(MeanSquaredError):
 
 
 class SparseTopKCategoricalAccuracy(_Compared):
-    """How often the score of the label, an int, is one of the ``k`` largest.
+    """The fraction of rows where the label's score is one of the ``k`` largest.
+
+    Labels are ints.
 
     Args:
-        k: how many. Scores that are equal to the label's do not count against it. A
-            row with a NaN is never right.
+        k: the number of scores. Others that equal the label's do not count against it.
+            A row with a NaN is never right.
         name: of the metric.
     """
 
@@ -176,9 +178,9 @@ class SparseTopKCategoricalAccuracy(_Compared):
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
-    """How often the score of the label, a one-hot row, is one of the ``k`` largest.
+    """The fraction of rows where the label's score is one of the ``k`` largest.
 
-    Otherwise as `SparseTopKCategoricalAccuracy`.
+    Labels are one-hot rows. Otherwise as `SparseTopKCategoricalAccuracy`.
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
@@ -220,7 +222,7 @@ class CategoricalCrossentropy(_Compared):
         name: of the metric.
         from_logits: whether predictions are logits.
         label_smoothing: moves labels towards 1 / classes by this fraction.
-        axis: -1; accepted for its name.
+        axis: must be -1.
     """
 
     def __init__(
@@ -245,7 +247,7 @@ class SparseCategoricalCrossentropy(_Compared):
     Args:
         name: of the metric.
         from_logits: whether predictions are logits.
-        axis: -1; accepted for its name.
+        axis: must be -1.
     """
 
     def __init__(

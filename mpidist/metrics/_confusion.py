@@ -118,7 +118,7 @@ class _OfCounts(_Confusion):
 
 
 class Precision(_OfCounts):
-    """How many of the predictions above a threshold are right; 0 if there are none.
+    """The fraction of predictions above a threshold with label 1; 0 without any.
 
     Args:
         thresholds: a number or a list, from 0 to 1: predictions above it mean 1. None:
@@ -130,7 +130,7 @@ class Precision(_OfCounts):
 
 
 class Recall(_OfCounts):
-    """How many of the labels 1 have a prediction above a threshold; 0 without any.
+    """The fraction of labels 1 with a prediction above a threshold; 0 without any.
 
     The arguments are those of `Precision`.
     """

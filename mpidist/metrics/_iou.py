@@ -16,18 +16,18 @@ from mpidist.metrics._metrics import Metric, _array, _of_shape, _weights
 class IoU(Metric):
     """The mean over classes of the intersection over the union; absent ones left out.
 
-    The intersection are the pixels (or rows) whose label and prediction are the class,
-    the union those of which one is.
+    The intersection is the number of pixels (or rows) whose label and prediction are
+    both the class; the union, of those where at least one is.
 
     Args:
-        num_classes: how many classes there are.
-        target_class_ids: those of the mean.
+        num_classes: the number of classes.
+        target_class_ids: the classes whose mean it is.
         name: of the metric.
         dtype: accepted and ignored.
         ignore_class: pixels with this label do not count.
         sparse_y_true: whether labels are numbers of classes, without their fraction;
             False: scores of each class, of which the largest counts.
-        sparse_y_pred: the same of predictions.
+        sparse_y_pred: the same for predictions.
         axis: of the scores.
 
     Attributes:
@@ -118,7 +118,7 @@ class BinaryIoU(IoU):
     """`IoU` of the classes 0 and 1.
 
     Args:
-        target_class_ids: those of the mean.
+        target_class_ids: the classes whose mean it is.
         threshold: predictions that are this or more mean 1.
         name: of the metric.
         dtype: accepted and ignored.

@@ -51,8 +51,9 @@ def _array(values: Nest, call: str) -> HostArray:
 class Metric:
     """The base of all metrics; derive from it as from Keras's.
 
-    In ``__init__`` make variables by `add_weight`; ``update_state`` adds to them, and
-    ``result`` computes with them. In ``result`` they are those of all replicas.
+    Create variables in ``__init__`` by `add_weight`; ``update_state`` adds to them, and
+    ``result`` computes with them. In ``result`` their values are the sums over all
+    replicas.
 
     Args:
         name: of the metric; names of its variables begin with it. None: that of the
@@ -84,7 +85,7 @@ class Metric:
         dtype: DTypeLike = np.float64,
         name: str | None = None,
     ) -> Variable:
-        """Make a variable: ON_READ, so that each replica has its own part of a sum.
+        """Create an ON_READ variable: each replica has its own part of a sum.
 
         Collective in a scope, as is `Variable`.
 
@@ -127,7 +128,7 @@ class Metric:
 
     @property
     def variables(self) -> list[Variable]:
-        """The state, and that of metrics among the attributes, also in lists."""
+        """The variables, and those of metrics among its attributes, also in lists."""
         parts = _metrics_in(vars(self).values())
         found = [*self._weights, *(v for part in parts for v in part.variables)]
         return list({id(v): v for v in found}.values())
@@ -154,7 +155,7 @@ class Metric:
             variable.assign_add(x)
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Add a batch: what the class says."""
+        """Add a batch; the arguments depend on the class."""
         raise NotImplementedError
 
     def result(self) -> Any:
@@ -167,7 +168,7 @@ class Metric:
         return self.result()
 
     def reset_state(self) -> None:
-        """Forget all values. Collective, except in a replica function."""
+        """Set all variables to 0. Collective, except in a replica function."""
         for variable in self.variables:
             variable.assign(np.zeros(variable.shape, variable.dtype))
 

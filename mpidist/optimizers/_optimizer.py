@@ -85,10 +85,9 @@ class Optimizer:
     so only the memory of the slots becomes smaller; then one all-gather gives all ranks
     the other parts: between nodes a step moves 1.5 times the bytes. A slot is an
     ON_READ variable: in a replica function its value is this rank's part, flat, and in
-    cross-replica context the whole. Writing takes the whole in both, the same on all
-    ranks. `mpidist.Checkpoint` and `mpidist.elastic.State`
-    save the whole, as without it, for any number of ranks, sharded or not; for that
-    each rank needs memory for the whole state.
+    cross-replica context the whole. Assigning takes the whole in both, the same on all
+    ranks. `mpidist.Checkpoint` and `mpidist.elastic.State` save the whole, which can be
+    restored on any number of ranks, sharded or not; each rank needs memory for it then.
     """
 
     _slot_names: ClassVar[tuple[str, ...]] = ()
@@ -151,7 +150,7 @@ class Optimizer:
 
     @classmethod
     def of_keras(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return one that computes by the formulas of Keras, for programs from there.
+        """Return an optimizer with the formulas of Keras, for programs from there.
 
         They are those of keras/src/optimizers of Keras 3. Slots that differ in meaning
         have other names, so that neither restores the other's.

@@ -122,7 +122,7 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam: steps of about the learning rate, scaled by the gradients' moments.
+    """Adam: steps scaled by running averages of the gradient and its square.
 
     For the gradient g, summed over the replicas, at step k = 1, 2, ...::
 
@@ -391,7 +391,7 @@ class RMSprop(Optimizer):
 
 
 class LossScaleOptimizer:
-    """Keras's wrapper for float16, for ``isinstance``, which is False.
+    """A name of Keras for ``isinstance``, which is always False.
 
     Creating one raises a NotImplementedError, which says what to write.
     """

@@ -175,8 +175,8 @@ def cosine_decay_restarts(
         initial_learning_rate: the learning rate at step 0.
         first_decay_steps: the length of the first period; greater than 0.
         t_mul: each period is longer than the one before by this factor, 1 or more.
-        m_mul: each falls from a height above its end that is that of the one before
-            times this.
+        m_mul: the height from which it falls, above the end of the period, is
+            multiplied by this from one period to the next.
         alpha: the end of each period as a fraction of ``initial_learning_rate``.
 
     Raises:

@@ -240,9 +240,9 @@ def run(
         The result of each replica, in replica order. ``sys.exit(0)`` gives None.
 
     Raises:
-        BaseException: the exception that a replica raised; if several did, that of the
-            lowest one that did not raise because of another. Notes name the replica and
-            the exceptions of the others.
+        BaseException: the exception that a replica raised. If several did: of those
+            not caused by another replica's, that of the lowest replica. Notes name the
+            replica and the exceptions of the others.
         KeyboardInterrupt: after Ctrl-C, when all replicas have ended.
         TypeError, ValueError: for invalid arguments.
     """

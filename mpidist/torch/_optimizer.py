@@ -242,7 +242,7 @@ class DistributedOptimizer(_AnyOptimizer):
         self._synchronized = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless more passes are to be accumulated.
+        """Clear the gradients, unless more passes are to be accumulated.
 
         Args:
             set_to_none: whether they become None instead of zeros. Zeros are kept in

@@ -70,7 +70,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     Adamax, NAdam, RAdam, RMSprop, Rprop and SGD. For others, subclasses too, each
     parameter is on one rank (and so are those that are not contiguous), so the division
     is as even as their sizes allow. Parameters with ``requires_grad=False`` at the
-    start are divided by themselves.
+    start are divided separately.
 
     Making one is collective, and so are `step`, `state_dict` and `add_param_group`.
     ``param_groups`` has the whole parameters, and schedulers set it as usual; ``state``
@@ -201,7 +201,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, which are divided by themselves. Collective.
+        """Add parameters, which are divided separately. Collective.
 
         Args:
             param_group: their settings, as in torch.
