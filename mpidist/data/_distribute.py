@@ -18,7 +18,7 @@ from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
-from mpidist.data._combinations import Batch, Interleave
+from mpidist.data._combinations import Batch, Interleave, Pieces
 from mpidist.data._dataset import Dataset
 from mpidist.data._feed import Feed, describe, describe_feed, empty_of
 from mpidist.data._inputs import Calls, Items, input_of
@@ -266,6 +266,8 @@ def _split_input(
                 "num_input_pipelines]`"
             )
         stage = _shard_by_file(stage, group.num_replicas, group.replica_id)
+        if group.num_replicas > 1:
+            stage = _in_pieces(stage, group.num_replicas, group.replica_id)
     return stage, policy
 
 
@@ -304,19 +306,15 @@ _ROW_BY_ROW: Final = (
     "batch", "cache", "filter", "interleave", "map", "padded_batch", "prefetch",
     "repeat", "shuffle", "unbatch", "",
 )  # fmt: skip
-# After the last `batch` these count steps, which all replicas make.
-_OF_STEPS: Final = ("skip", "take")
+# After the last `batch` these count the batches of each replica, as in TensorFlow.
+_OF_BATCHES: Final = ("skip", "take")
 _CALL: Final = "experimental_distribute_dataset"
 
 
 def _shard_by_file(
     stage: Stage, replicas: int, replica: int, *, batched: bool = False
 ) -> Stage:
-    """Return the part of a pipeline that one replica reads.
-
-    Its `interleave` opens every n-th element of its input, and its last `batch` makes
-    the replica's part of a global batch.
-    """
+    """Return a pipeline whose `interleave` opens every n-th element of its input."""
     if not isinstance(stage, Derived) or not _has_interleave(stage):
         raise ValueError(
             f"{_CALL}: AutoShardPolicy.FILE is for a dataset that opens files in an "
@@ -333,24 +331,33 @@ def _shard_by_file(
             )
         mine = Part([stage.parent], "", replica, None, replicas)
         return dataclasses.replace(stage, parents=[mine])
-    if stage.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_STEPS):
+    if stage.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_BATCHES):
         raise ValueError(
             f"{_CALL}: AutoShardPolicy.FILE cannot be used with the `{stage.method}` "
             "after the `interleave`, since it would count the rows of each replica "
             "separately; write AutoShardPolicy.DATA"
         )
-    last = isinstance(stage, Batch) and not batched
-    parent = _shard_by_file(stage.parent, replicas, replica, batched=batched or last)
-    if not isinstance(stage, Batch) or not last:
-        return dataclasses.replace(stage, parents=[parent])
-    rows = stage.size_of_batch
+    batched = batched or isinstance(stage, Batch)
+    parent = _shard_by_file(stage.parent, replicas, replica, batched=batched)
+    return dataclasses.replace(stage, parents=[parent])
+
+
+def _in_pieces(stage: Stage, replicas: int, replica: int) -> Stage:
+    """Return pieces of a replica's batches: in a step all together have a batch."""
+    rows = stage.batch_size or 0
     if rows < replicas:
         raise ValueError(
             f"{_CALL}: AutoShardPolicy.FILE needs global batches of a row for each "
             f"replica, {replicas}, and those of this dataset have {rows}"
         )
-    first, after = split_by_plan(rows, replicas, replica, rows)
-    return dataclasses.replace(stage, parents=[parent], size_of_batch=after - first)
+    bounds = [split_by_plan(rows, replicas, one, rows) for one in range(replicas)]
+    sizes = [stop - start for start, stop in bounds]
+    last: Any = stage
+    unknown = False  # to TensorFlow: the number of rows
+    while not isinstance(last, Batch):
+        unknown |= last.method == "map" and not last.full
+        last = last.parent
+    return Pieces([stage], sizes[replica:] + sizes[:replica], unknown)
 
 
 def _has_interleave(stage: Stage) -> bool:

@@ -35,8 +35,9 @@ class AutoShardPolicy(enum.Enum):
     ``AUTO`` and ``DATA``: each batch is split separately into parts of ceil(rows /
     replicas). ``OFF``: by a balanced plan for the full batch, whose parts differ by at
     most one row. ``FILE``: each replica opens every n-th input of the dataset's
-    `interleave`, and makes its own part of each global batch of their rows; in
-    TensorFlow ``AUTO`` does that for files. ``HINT`` is rejected.
+    `interleave`, makes batches of their rows, and takes a piece of its batch in each
+    step, so that all together have as many rows as a batch; in TensorFlow ``AUTO`` does
+    that for files. ``HINT`` is rejected.
     """
 
     OFF = -1

@@ -424,8 +424,83 @@ def test_fewer_files_or_rows_than_replicas(strategy, size):
             )
 
 
+# What TensorFlow gives 2 and 3 workers, by its `_AutoShardDataset`.
+BY_TENSORFLOW = {
+    "the larger pieces in turn": (
+        lambda rows: rows.batch(7),
+        [
+            [[0, 20, 1, 21], [2, 22, 23], [40, 24, 41, 42], [43, 44, 45], [46]],
+            [[10, 30, 11], [31, 12, 32, 13], [33, 34, 35]],
+        ],
+        [
+            [[0, 30, 1], [31, 2], [32, 33], [34, 35]],
+            [[10, 40], [11, 41], [12, 42, 13], [43, 44], [45, 46]],
+            [[20, 21], [22, 23, 24]],
+        ],
+    ),
+    "batches are dropped and counted": (
+        lambda rows: rows.batch(7, drop_remainder=True).prefetch(2).take(1),
+        [[[0, 20, 1, 21], [2, 22, 23]], [[10, 30, 11], [31, 12, 32, 13]]],
+        [[[0, 30, 1], [31, 2], [32, 33]], [[10, 40], [11, 41], [12, 42, 13]], []],
+    ),
+    "pieces of two batches": (
+        lambda rows: rows.batch(7).repeat(2).take(3),
+        [
+            [[0, 20, 1, 21], [2, 22, 23], [40, 24, 41, 42], [43, 44, 45], [46]],
+            [
+                *([10, 30, 11], [31, 12, 32, 13], [33, 34, 35]),
+                *([10, 30, 11, 31], [12, 32, 13]),
+            ],
+        ],
+        [
+            [[0, 30, 1], [31, 2], [32, 33], [34, 35, 0], [30, 1], [31, 2], [32, 33]],
+            [
+                *([10, 40], [11, 41], [12, 42, 13], [43, 44], [45, 46]),
+                *([10, 40, 11], [41, 12], [42, 13]),
+            ],
+            [[20, 21], [22, 23, 24], [20, 21], [22, 23], [24]],
+        ],
+    ),
+    "a map of batches": (
+        lambda rows: rows.batch(7).map(lambda batch: batch - batch[:1]),
+        [
+            [[0, 20, 1, 21], [2, 22, 23], [0, -16, 1, 2], [3, 4, 5], [0]],
+            [[0, 20, 1, 21], [2, 22, 3], [0, 1], [2]],
+        ],
+        [
+            [[0, 30, 1], [31, 2, 32], [33], [0], [1]],
+            [[0, 30, 1], [31, 2, 32], [3], [0, 1], [2, 3]],
+            [[0, 1], [2, 3], [4]],
+        ],
+    ),
+    "a map of full batches": (
+        lambda rows: rows.batch(5, True).map(lambda batch: batch - batch[:1]),
+        [
+            [[0, 20, 1], [21, 2], [0, 1, 18], [2, 19], [0, 1, 2], [3, 4]],
+            [[0, 20], [1, 21, 2], [0, -19], [1, 2, 3]],
+        ],
+        [
+            [[0, 30], [1, 31], [2]],
+            [[0, 30], [1], [31, 2], [0, -29], [1], [2, 3]],
+            [[0], [1, 2], [3, 4]],
+        ],
+    ),
+}
+
+
 @core
-def test_steps_are_counted_after_the_last_batch_by_files(strategy, size):
-    dataset = by_files().prefetch(2).take(2)
-    steps = list(strategy.experimental_distribute_dataset(dataset, BY_FILE))
-    assert len(steps) == 2
+@pytest.mark.parametrize("name", BY_TENSORFLOW)
+def test_pieces_by_files_are_those_of_tensorflow(strategy, size, name):
+    make, *found = BY_TENSORFLOW[name]
+    files = Dataset.from_tensor_slices(FILES)
+    dataset = strategy.experimental_distribute_dataset(
+        make(files.interleave(rows_of_file, cycle_length=2)), BY_FILE
+    )
+    mine = everywhere(mine_of(strategy, dataset))
+    assert len(set(map(len, mine))) == 1
+    if size in (2, 3):
+        filled = [[batch for batch in one if batch] for one in mine]
+        assert filled == found[size - 2]
+    iterator = iter(dataset)
+    iterator.restore(iterator.state() | {"position": 1})
+    assert everywhere(mine_of(strategy, iterator)) == [one[1:] for one in mine]
