@@ -494,15 +494,7 @@ class StrategyExtended:
             return result
         if frame.coordinator is not None:
             frame.coordinator.fetch(nest.flatten(result)[0])
-            return nest.map_structure(results_of_leaf, result)
-        return nest.map_structure(_own_results, result)
-
-
-def _own_results(leaf: Nest) -> tuple[Nest, ...]:
-    """Return what an update returned here, without the warning of own values."""
-    if isinstance(leaf, DistributedValues) and not isinstance(leaf, Variable):
-        return (component(leaf),)
-    return results_of_leaf(leaf)
+        return nest.map_structure(results_of_leaf, result)
 
 
 def _one_of(

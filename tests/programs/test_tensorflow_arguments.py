@@ -1,10 +1,8 @@
 """Arguments of TensorFlow's functions: as there, or an error with the line to write."""
 
-import warnings
-
 import numpy as np
 import pytest
-from replicas import everywhere, from_replicas, raises_everywhere
+from replicas import from_replicas, raises_everywhere
 
 import mpidist
 from mpidist.optimizers import SGD, clip_by_global_norm
@@ -40,29 +38,6 @@ def test_unwrap_is_the_local_results_of_a_subclass_too(strategy):
     own = Own()
     assert own.unwrap(3) == ("own", 3)
     own.close()
-
-
-def test_local_results_of_a_mirrored_strategy_warn_once(strategy, size):
-    mirrored = mpidist.MirroredStrategy()
-    with mirrored.scope():
-        v = mpidist.Variable(1.0)
-    update = mirrored.extended.update
-    assert update(v, lambda v: v.read_value(), group=False) == (1.0,)  # nor that
-    for result in (None, "text", 3, True):
-        assert update(v, lambda v, x=result: x, group=False) == (result,)
-    for made, warns in ((strategy, False), (mirrored, True), (mirrored, False)):
-        value = from_replicas(made, lambda i: float(i))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            everywhere(None)  # threads share one list, from here to the other meeting
-            assert made.experimental_local_results(3) == (3,)
-            assert made.experimental_local_results(value) == (made.replica_id,)
-            everywhere(None)
-        mine = [str(w.message) for w in caught]
-        texts = [text for row in everywhere(mine) for text in row]
-        assert len(texts) == (size if warns and size > 1 else 0)
-        assert all(f"all {size} replicas" in text for text in texts)
-    mirrored.close()
 
 
 @pytest.mark.one_size
