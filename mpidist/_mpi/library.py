@@ -166,6 +166,11 @@ def check_not_alone(comm: MpiComm) -> None:
     )
 
 
+def was_started() -> bool:
+    """Return whether this process has used MPI, or a rank above it may have."""
+    return "mpi4py.MPI" in sys.modules or launcher.find_rank_above() is not None
+
+
 def world_rank() -> int | None:
     """Return this process's rank in COMM_WORLD; None if MPI does not run."""
     mpi = sys.modules.get("mpi4py.MPI")

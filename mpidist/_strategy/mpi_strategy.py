@@ -6,6 +6,7 @@ unchanged.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
@@ -25,7 +26,7 @@ from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.current import get_replica_context
 from mpidist._strategy.setup import Arguments, Comm, join
 from mpidist._strategy.strategy import Strategy
-from mpidist.cluster import ClusterResolver
+from mpidist.cluster import ClusterResolver, ReplicaDevice
 
 _DEVICE: Final = re.compile(r"(?:.*[/:])?(CPU|GPU)(?::(\d+|\*))?", re.IGNORECASE)
 
@@ -163,8 +164,8 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
 
     Args:
         devices: None, the default, is each rank's GPU if there is one, and otherwise
-            the host. Or the devices of all ranks, such as ``["GPU:0", "GPU:1"]``: one
-            for each, in their order.
+            the host. Or the devices of all ranks, such as ``["GPU:0", "GPU:1"]``, or
+            `mpidist.cluster.replica_devices`: one for each, in their order.
         cross_device_ops: as for `MPIStrategy`.
         num_gpus: in place of ``devices``, the number of ranks, each with a GPU; 0: one
             rank on the host. The argument of TensorFlow 1.
@@ -178,7 +179,7 @@ class MirroredStrategy(MPIStrategy, metaclass=_AnyMPIStrategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str | ReplicaDevice] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         num_gpus: int | None = None,
@@ -243,13 +244,22 @@ class TPUStrategy(_NoStrategy):
     _instead = "there are no TPUs here; write `mpidist.MPIStrategy()`"
 
 
-class OneDeviceStrategy(_NoStrategy):
-    """A name of TensorFlow for ``isinstance``, which is always False.
+class OneDeviceStrategy(MPIStrategy):
+    """An `MPIStrategy` of one rank, by the name and the argument of TensorFlow.
 
-    Creating one raises a NotImplementedError, which says what to write.
+    Args:
+        device: such as "/gpu:0" or "/cpu:0".
+
+    Raises:
+        TypeError, ValueError: if it is no device, or there are several ranks; on all
+            ranks. Otherwise as `MPIStrategy`.
     """
 
-    _instead = 'write `mpidist.MPIStrategy(device="cpu")`, and start one rank'
+    def __init__(self, device: str) -> None:
+        """Make a strategy of the only rank. Collective, to raise on all."""
+        instead = "write `mpidist.MPIStrategy()`"
+        find = functools.partial(_own_device, [device], "OneDeviceStrategy", instead)
+        self._join(None, lambda: Arguments(device=find()))
 
 
 class ParameterServerStrategy(_NoStrategy):
@@ -342,36 +352,38 @@ def _devices(devices: object, num_gpus: object) -> object:
     return ["GPU"] * n or ["CPU"]
 
 
-def _own_device(devices: Any) -> str:
+def _own_device(
+    devices: Any,
+    call: str = "MirroredStrategy",
+    instead: str = "leave out `devices`",
+) -> str:
     """Return this rank's device among those of all, as `MPIStrategy` names it."""
     if devices is None:
         return "auto"
     expect(
         isinstance(devices, (list, tuple)),
-        "MirroredStrategy",
+        call,
         '`devices` to be a list of strings such as ["GPU:0", "GPU:1"]',
         devices,
         "leave it out for each rank's GPU, or write `mpidist.MPIStrategy(comm)` for a "
         "communicator",
     )
-    found = [
-        _DEVICE.fullmatch(device) if isinstance(device, str) else None
-        for device in devices
-    ]
+    names = [x.name if isinstance(x, ReplicaDevice) else x for x in devices]
+    found = [_DEVICE.fullmatch(x) if isinstance(x, str) else None for x in names]
     bad = [d for d, match in zip(devices, found, strict=True) if match is None]
     if bad:
         raise ValueError(
-            f'MirroredStrategy: {bad[0]!r} is not a device; write "CPU:0" or '
-            '"GPU:0", or leave out `devices`'
+            f'{call}: {bad[0]!r} is not a device; write "CPU:0" or "GPU:0", or '
+            f"{instead}"
         )
     if threads.current() is None:
         mpi_module()
     size = world_size()
     if len(devices) != size:
         raise ValueError(
-            f"MirroredStrategy: got {len(devices)} devices for {size} ranks, each of "
-            f"which is one replica; start the program with `mpirun -n {len(devices)}`, "
-            "or leave out `devices`"
+            f"{call}: got {len(devices)} devices for {size} ranks, each of which is "
+            f"one replica; start the program with `mpirun -n {len(devices)}`, or "
+            f"{instead}"
         )
     own = found[world_rank() or 0]
     assert own is not None

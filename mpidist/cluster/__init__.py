@@ -9,7 +9,12 @@ from mpidist.cluster._hostlist import (
     expand_tasks_per_node as expand_tasks_per_node,
 )
 from mpidist.cluster._mpi_resolver import MPIClusterResolver as MPIClusterResolver
-from mpidist.cluster._process import Process as Process, this_process as this_process
+from mpidist.cluster._process import (
+    Process as Process,
+    ReplicaDevice as ReplicaDevice,
+    replica_devices as replica_devices,
+    this_process as this_process,
+)
 from mpidist.cluster._resolvers import (
     ClusterResolver as ClusterResolver,
     SimpleClusterResolver as SimpleClusterResolver,

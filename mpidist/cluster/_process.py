@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 
-from mpidist._base import threads
+from mpidist._base import gpus, threads
 from mpidist._base.types import record
 from mpidist._mpi import launcher, library
 from mpidist.cluster._hostlist import expand_tasks_per_node
@@ -63,6 +63,39 @@ def this_process() -> Process:
     if size == 1:
         local_rank, local_size, node = 0, 1, 0
     return Process(name, rank, size, local_rank, local_size, node, platform.node())
+
+
+@record
+class ReplicaDevice:
+    """What stands for the device of a replica: `mpidist.MirroredStrategy` takes it.
+
+    Attributes:
+        name: "/device:GPU:*" or "/device:CPU:0".
+        device_type: "GPU" or "CPU".
+    """
+
+    name: str
+    device_type: str
+
+
+def replica_devices(device_type: str | None = None) -> list[ReplicaDevice]:
+    """Return a device for each process of the job, where TensorFlow lists GPUs.
+
+    Programs choose a strategy by that number, such as `mpidist.MirroredStrategy` for
+    more than one: here each process is a replica, with a GPU or without. It starts no
+    MPI.
+
+    Args:
+        device_type: None or "GPU": GPUs if CuPy finds one here, otherwise the hosts;
+            "CPU": the hosts. There are none of others, such as "TPU".
+    """
+    if device_type not in (None, "CPU", "GPU"):
+        return []
+    kind = "CPU" if device_type == "CPU" or not gpus.count_gpus()[0] else "GPU"
+    name = f"/device:{kind}:{'*' if kind == 'GPU' else 0}"
+    replica = threads.current()
+    size = this_process().size if replica is None else replica.size
+    return [ReplicaDevice(name, kind)] * size
 
 
 def _place(variables: Mapping[str, str], name: str) -> tuple[int | None, int | None]:

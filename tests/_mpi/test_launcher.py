@@ -107,7 +107,15 @@ def test_a_program_that_is_alone_and_should_not_be():
     assert done.returncode == 1
     assert "process 3: srun --mpi=none started 4 processes" in done.stderr
     assert "MPIDIST_ALONE=1" in done.stderr
+    in_scope = "with mpidist.get_strategy().scope() as one:\n  print(one)"
+    done = run_alone(in_scope, **step)
+    assert done.returncode == 1
+    assert "scope: process 3: the launcher started 4 processes" in done.stderr
+    assert "write `strategy = mpidist.MPIStrategy()`" in done.stderr
     for allowed in (
+        run_alone(in_scope, **step, MPIDIST_ALONE="1"),
+        run_alone(in_scope, **SLURM_JOB),
+        run_alone(f"from mpi4py import MPI\n{in_scope}", **step),
         run_alone("print(mpidist.MPIStrategy())", **step, MPIDIST_ALONE="1"),
         run_alone("print(mpidist.MPIStrategy())", **SLURM_JOB),
         run_alone(

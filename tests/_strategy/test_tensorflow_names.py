@@ -68,7 +68,6 @@ def test_any_strategy_is_mirrored(strategy):
 def test_no_strategy_is_for_tpus_or_has_servers(strategy):
     for kind in (
         mpidist.TPUStrategy,
-        mpidist.OneDeviceStrategy,
         mpidist.ParameterServerStrategy,
         mpidist.CentralStorageStrategy,
         mpidist.experimental.TPUStrategy,
@@ -83,6 +82,36 @@ def test_no_strategy_is_for_tpus_or_has_servers(strategy):
             assert message.startswith(f"{kind.__name__}: ")
             assert "write `mpidist.MPIStrategy(" in message
     assert_usable(strategy)
+
+
+def test_a_strategy_of_one_device_is_of_one_rank(strategy, size):
+    make_one = lambda: mpidist.OneDeviceStrategy("/cpu:0")  # noqa: E731
+    assert not isinstance(strategy, mpidist.OneDeviceStrategy)
+    if size > 1:
+        for message in raises_everywhere(ValueError, make_one):
+            assert message.startswith(f"OneDeviceStrategy: got 1 devices for {size}")
+            assert message.endswith("or write `mpidist.MPIStrategy()`")
+    else:
+        one = make_one()
+        assert isinstance(one, mpidist.OneDeviceStrategy)
+        assert_usable(one)
+        one.close()
+    for message in raises_everywhere(ValueError, lambda: mpidist.OneDeviceStrategy(0)):
+        assert "0 is not a device" in message
+    assert_usable(strategy)
+
+
+def test_programs_count_devices_to_choose_a_strategy(strategy, size):
+    devices = mpidist.cluster.replica_devices()
+    assert len(devices) == len(mpidist.cluster.replica_devices("CPU")) == size
+    assert mpidist.cluster.replica_devices(device_type="TPU") == []
+    for given in (devices, [device.name for device in devices]):
+        mirrored = mpidist.MirroredStrategy(given)
+        assert f"device:{devices[0].device_type}" in mirrored.extended.worker_devices[0]
+        mirrored.close()
+    if size > 1:
+        with pytest.raises(ValueError, match=f"`mpirun -n {size - 1}`"):
+            mpidist.MirroredStrategy(devices[1:])
 
 
 def test_arguments_of_strategies_that_make_no_sense(strategy, size):
@@ -362,6 +391,9 @@ def test_a_mirrored_strategy_shows_the_values_of_all_replicas(strategy, rank, si
     total = mirrored.extended.reduce_to("SUM", results["i"], destinations=written)
     assert [float(x) for x in total.values] == [sum(n)] * size
     mirrored.extended.update(written, lambda v: v.assign(results["i"].values[0] * 0.0))
+    update = functools.partial(mirrored.extended.update, written, group=False)
+    assert update(lambda v: v.read_value() + rank) == tuple(float(i) for i in n)
+    assert update(lambda _: "text") == ("text",)
     dataset = mpidist.data.Dataset.range(2 * size).batch(2 * size)
     for batch in mirrored.experimental_distribute_dataset(dataset):
         assert [x.tolist() for x in batch.values] == [[2 * i, 2 * i + 1] for i in n]

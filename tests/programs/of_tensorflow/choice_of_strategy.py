@@ -1,4 +1,4 @@
-"""The module of the model garden that makes a strategy by its name."""
+"""Strategies chosen by their names, as in the model garden, and by the number of GPUs."""
 
 import tensorflow as tf
 
@@ -41,3 +41,36 @@ try:
     get_distribution_strategy("parameter_server")
 except NotImplementedError as error:
     print(error)
+
+
+def choose_by_devices():
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        try:
+            for gpu in gpus:
+                tf.config.experimental.set_memory_growth(gpu, True)
+            logical_gpus = tf.config.experimental.list_logical_devices("GPU")
+            print(len(gpus), "Physical GPUs,", len(logical_gpus), "Logical GPUs")
+        except RuntimeError as e:
+            print(e)
+    try:
+        tpu = tf.distribute.cluster_resolver.TPUClusterResolver()
+        return tf.distribute.TPUStrategy(tpu)
+    except ValueError:
+        pass
+    if len(gpus) > 1:
+        return tf.distribute.MirroredStrategy([gpu.name for gpu in gpus])
+    elif len(gpus) == 1:
+        return tf.distribute.OneDeviceStrategy(device="/gpu:0")
+    return tf.distribute.get_strategy()
+
+
+visible = tf.config.get_visible_devices(device_type="GPU")
+available = tf.test.is_gpu_available(
+    cuda_only=False, min_cuda_compute_capability=(3, 0)
+)
+assert available and tf.test.is_built_with_cuda()
+assert not tf.config.list_logical_devices("TPU")
+strategy = choose_by_devices()
+assert len(visible) == len(tf.config.list_physical_devices()) == n
+assert strategy.num_replicas_in_sync == n
