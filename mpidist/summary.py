@@ -134,7 +134,8 @@ def scalar(
         too.
 
     Raises:
-        TypeError, ValueError: if ``data`` is not a number, or there is no step.
+        TypeError, ValueError: if this returns True, and ``data`` is not a number, or
+            there is no step.
     """
     here = _state()
     if here.writer is None or not should_record_summaries():

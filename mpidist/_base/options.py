@@ -69,6 +69,11 @@ class CommunicationOptions:
         guard: whether each collective first checks that all ranks make the same call.
             None, the default, means yes, unless ``MPIDIST_GUARD=0``. It belongs to the
             strategy: the options of one call must not set it.
+
+    Example::
+
+        options = mpidist.experimental.CommunicationOptions(timeout_seconds=60)
+        strategy = mpidist.MPIStrategy(communication_options=options)
     """
 
     bytes_per_pack: int

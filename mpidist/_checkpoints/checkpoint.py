@@ -29,7 +29,7 @@ class Checkpoint:
     - a `Variable`. Mirrored ones are saved once; ON_READ ones are aggregated, and
       restored so that reading them returns the saved value;
     - an optimizer: anything with a list ``variables`` of `Variable`. Before it has any,
-      `save` saves its iterations, and what it has not restored yet;
+      `save` saves its iterations, and values that were restored and wait for them;
     - a `numpy.random.Generator` (or its bit generator). One that is the same on all
       ranks is saved once, otherwise one for each rank; `restore` describes what a
       different number of ranks gets;

@@ -74,11 +74,7 @@ class PreemptionCheckpointHandler:
 
     The signals are SIGTERM, SIGUSR1 and SIGUSR2; one rank that gets one is enough.
     (``mpidist sbatch --preemptible`` prints a SLURM script that sends it.) Creating the
-    handler restores the newest checkpoint, and installs handlers for these signals::
-
-        handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
-        while handler.total_run_calls < 1000:
-            handler.run(train_step)
+    handler restores the newest checkpoint, and installs handlers for these signals.
 
     When all have saved and this process is about to exit, it ignores these signals:
     launchers end the ranks by them once the first one has left.
@@ -98,6 +94,16 @@ class PreemptionCheckpointHandler:
     Raises:
         TypeError, ValueError: if an argument is invalid.
         CheckpointError: if the newest checkpoint does not match.
+
+    Example::
+
+        with strategy.scope():
+            weights = mpidist.Variable(np.zeros(2))
+        manager = mpidist.CheckpointManager(mpidist.Checkpoint(weights=weights), "run")
+        handler = mpidist.experimental.PreemptionCheckpointHandler(None, manager)
+        while handler.total_run_calls < 3:
+            handler.run(lambda: weights.assign_add(np.ones(2)))
+        weights.numpy()  # array([3., 3.])
     """
 
     def __init__(

@@ -322,6 +322,12 @@ class StrategyExtended:
         Raises:
             ValueError: for SUM or PROD of a value that is not per replica, or if a
                 destination is invalid.
+
+        Example, on two replicas::
+
+            x = strategy.run(lambda: np.array([1.0, 2.0]))
+            total = strategy.extended.reduce_to("SUM", x, destinations="/cpu:0")
+            total.value()  # array([2., 4.])
         """
         options = _one_of("reduce_to", options, experimental_hints)
         pairs = [(value, destinations)]
@@ -453,6 +459,28 @@ class StrategyExtended:
         and CollectiveMismatchError may be raised, on all ranks, by a later call that
         communicates, or by `ReplicaContext.merge_call`. To catch them inside
         ``merge_fn``, pass ``group=False``: this call then waits for all replicas.
+
+        Example, on two replicas::
+
+            with strategy.scope():
+                weights = mpidist.Variable(np.zeros(2))
+
+
+            def update_fn(w, g):
+                w.assign_sub(g)
+
+
+            def merge_fn(strategy, gradient):
+                total = strategy.extended.reduce_to("SUM", gradient, weights)
+                strategy.extended.update(weights, update_fn, args=(total,))
+
+
+            def replica_fn():
+                mpidist.get_replica_context().merge_call(merge_fn, args=(np.ones(2),))
+
+
+            strategy.run(replica_fn)
+            weights.numpy()  # array([-2., -2.])
         """
         try:
             frame = context.current()

@@ -48,6 +48,12 @@ def check_in_sync(variables: Nest) -> None:
             variables, the ranks that differ, and where they first differ.
         TypeError: if a leaf is not a variable.
         ValueError: for an ON_READ variable, whose copies may differ.
+
+    Example::
+
+        with strategy.scope():
+            weights = mpidist.Variable(np.ones(2))
+        mpidist.check_in_sync(weights)  # None
     """
     try:
         leaves = nest.flatten(variables)[0]

@@ -25,6 +25,22 @@ class Module:
 
     Args:
         name: of the module; None: that of the class, in lower case.
+
+    Example::
+
+        class Dense(mpidist.Module):
+            def __init__(self, n):
+                super().__init__()
+                self.w = mpidist.Variable(np.ones((n, 1)))
+
+            def __call__(self, x):
+                return x @ self.w
+
+
+        with strategy.scope():
+            model = Dense(3)
+        model(np.ones((1, 3)))  # array([[3.]])
+        [v.shape for v in model.trainable_variables]  # [(3, 1)]
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -47,6 +47,12 @@ def clip_by_global_norm(
     Raises:
         TypeError: if a gradient is not an array (a PerReplica is not one).
         ValueError: if ``clip_norm`` is not greater than 0.
+
+    Example::
+
+        grads = {"w": np.array([3.0, 4.0]), "b": None}
+        clipped, norm = mpidist.optimizers.clip_by_global_norm(grads, clip_norm=1.0)
+        clipped  # {'w': array([0.6, 0.8]), 'b': None}
     """
     call = "clip_by_global_norm"
     clip = _limit(call, "clip_norm", clip_norm)

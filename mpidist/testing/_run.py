@@ -43,7 +43,7 @@ _LINES: Final = 100
 
 
 class ReplicaStopped(BaseException):
-    """This replica is stopped, since another one has failed, or by Ctrl-C."""
+    """Raised in a replica that is stopped: another one has failed, or by Ctrl-C."""
 
 
 class Replica(threads.ThreadReplica):

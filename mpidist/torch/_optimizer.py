@@ -52,9 +52,9 @@ class DistributedOptimizer(_AnyOptimizer):
             nodes, since the network's time is what it hides. In the first step, and for
             gradients on GPUs, they are reduced in `step`. Gradients that the program
             changes after the backward pass, but not through ``p.grad.data``, whose
-            changes torch does not count, are reduced once more. If parameters have a
-            gradient on some ranks only, and in each step on others, no other collective
-            call may come between ``backward()`` and `step`.
+            changes torch does not count, are reduced once more. If the ranks on which a
+            parameter has a gradient change from step to step, no other collective call
+            may come between ``backward()`` and `step`.
         named_parameters: ``module.named_parameters()``: for names in messages.
         strategy: the ranks; default: the strategy in whose scope it is made, and
             outside of every scope the current one at each step.
@@ -222,7 +222,7 @@ class DistributedOptimizer(_AnyOptimizer):
 
     @tells("DistributedOptimizer.synchronize", operator.attrgetter("_compared"))
     def synchronize(self) -> None:
-        """Reduce the gradients now; the next `step` takes them as they then are.
+        """Reduce the gradients now; the next `step` does not reduce them again.
 
         For what a program does with the gradients of all ranks before the step: to clip
         them, to log their norm, to undo the scale of a `torch.amp.GradScaler`. It is
@@ -274,7 +274,7 @@ class DistributedOptimizer(_AnyOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of the optimizer; after fewer than k passes forget these.
+        """Set the state of the optimizer, and discard passes accumulated so far.
 
         Args:
             state_dict: from `state_dict`, of this class or of the optimizer's.

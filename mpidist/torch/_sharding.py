@@ -72,7 +72,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     is as even as their sizes allow. Parameters with ``requires_grad=False`` at the
     start are divided separately.
 
-    Making one is collective, and so are `step`, `state_dict` and `add_param_group`.
+    Creating one is collective, and so are `step`, `state_dict` and `add_param_group`.
     ``param_groups`` has the whole parameters, and schedulers set it as usual; ``state``
     has this rank's part only, flat where a parameter is cut. In `mpidist.Checkpoint`
     and in the ``build`` of an `mpidist.elastic.State` it is saved as the state of the
