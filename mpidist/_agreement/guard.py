@@ -41,7 +41,7 @@ from mpidist._agreement.channel import (
     LeftError,
     SelfChannel,
 )
-from mpidist._agreement.mismatch import Call, ErrorKind
+from mpidist._agreement.mismatch import Call, ErrorKind, summarize_exception
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
 from mpidist._base.errors import CollectiveError, is_interruption, was_told
@@ -157,7 +157,7 @@ class Guard(CallState):
             self.enter(call, timeout)
             return
         with NOTHING if self.calls is None else self.observed(call):
-            if not self.exchange(call, 0, timeout=timeout):
+            if not self.exchange(call, timeout=timeout):
                 raise self.reports.exchange(call)[0]
 
     def agree_on(
@@ -179,7 +179,7 @@ class Guard(CallState):
             timeout: seconds to wait for the others; None: the strategy's.
         """
         with NOTHING if self.calls is None else self.observed(call):
-            if not self.exchange(call, 0, value, largest, offset, timeout):
+            if not self.exchange(call, None, value, largest, offset, timeout):
                 raise self.reports.exchange(call)[0]
         return bool(self.channel.verdict[2])
 
@@ -231,7 +231,7 @@ class Guard(CallState):
     def exchange(
         self,
         call: Call,
-        flag: int,
+        error: BaseException | None = None,
         value: int = 0,
         largest: int = 0,
         offset: int = NOWHERE,
@@ -243,7 +243,7 @@ class Guard(CallState):
 
         Args:
             call: what this rank is about to do.
-            flag: 1 if this rank has failed.
+            error: why this rank has failed, which raises its flag.
             value: may differ; ``channel.verdict`` says whether it does.
             largest: an integer of which all ranks learn the largest.
             offset: of results in the arena of this rank.
@@ -251,12 +251,15 @@ class Guard(CallState):
         """
         if self.blocked:
             self._require_usable()
+        flag = 0
+        if error is not None:  # as messages say, if another rank does not come
+            flag, call = 1, Call(f"{call.text}, after {summarize_exception(error)}")
         ms = self.begin(call, timeout)
         meet, number = self.channel.meet, call.fingerprint
         try:
             status: int | None = meet(flag, number, value, largest, ms, offset)
-        except BaseException as error:
-            raise self.abandon(call, error) from error.__cause__
+        except BaseException as raised:
+            raise self.abandon(call, raised) from raised.__cause__
         if status in _UNSETTLED:
             again = lambda ms: meet(flag, number, value, largest, ms, offset)  # noqa: E731
             status = self._settle_header(status, again)
@@ -359,7 +362,7 @@ class Guard(CallState):
         if told or not (self.enabled and usable and self.deserted is None):
             return error
         with self.observed(call) as span:
-            self.exchange(call, 1)
+            self.exchange(call, error)
             found, _ = self.reports.exchange(call, error, kind)
             if span is not None:
                 span.raised = type(found).__name__

@@ -32,6 +32,7 @@ from mpidist._base.fingerprint import fingerprint as fingerprint
 
 _THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
+_LONGEST_SUMMARY: Final = 200
 _MOST_GROUPS: Final = 12  # of ranks whose calls differ, in a message
 _MOST_TRACES: Final = 3
 # Of an exception that is sent to other ranks: characters, and bytes of its pickle.
@@ -123,8 +124,7 @@ class Report:
                     report.exit_code = int(code) if isinstance(code, int) else str(code)
                 if kind == "raised":  # in a section, whose end says less
                     report.call = f"sys.exit({'' if code is None else repr(code)})"
-                    frames = [*traceback.walk_tb(error.__traceback__)]
-                    report.site = _describe_site(_innermost(reversed(frames)))
+                    report.site = _raised_at(error)
         return report
 
 
@@ -141,6 +141,12 @@ def describe_exception(error: BaseException) -> str:
     half = _LONGEST_TRACE // 2
     left_out = f"\n... {len(text) - 2 * half:,} characters were not sent ...\n"
     return text[:half] + left_out + text[-half:]
+
+
+def summarize_exception(error: BaseException) -> str:
+    """Return the first line of an exception, and where the user's code raised it."""
+    text = "".join(traceback.format_exception_only(error)).partition("\n")[0]
+    return f"{text[:_LONGEST_SUMMARY]}{_raised_at(error)}"
 
 
 def judge(rank: int, reports: list[Report]) -> BaseException:
@@ -337,6 +343,11 @@ def _describe_site(site: Site | None) -> str:
     if site is None:
         return ""
     return f"  (at {os.path.basename(site.file)}:{site.line} in {site.function})"
+
+
+def _raised_at(error: BaseException) -> str:
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    return _describe_site(_innermost(reversed(frames)))
 
 
 def user_site() -> Site | None:

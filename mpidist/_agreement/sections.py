@@ -143,7 +143,7 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
         return error
     try:
         number = section.fingerprint
-        while not guard.exchange(call, 0 if error is None else 1, number):
+        while not guard.exchange(call, error, number):
             found, joined = guard.reports.exchange(call, error, kind, joining=True)
             if error is None:
                 error, kind = found, "agreed"

@@ -386,6 +386,24 @@ def test_a_merge_fn_that_sleeps(new_strategy, rank):
 
 
 @pytest.mark.one_size
+def test_an_exception_while_another_rank_does_not_come(new_strategy, rank, last):
+    """The rank that waits at the end of `run` says what it has raised."""
+    strategy = new_strategy()
+    set_deadline(strategy, 1.0)
+
+    def step():
+        if rank == last:
+            raise LookupError("lost")
+        everywhere(None)  # a call of the program's own
+
+    error = outcome(strategy, step)
+    if rank == last:
+        everywhere(None)
+    assert isinstance(error, mpidist.CollectiveTimeoutError)
+    assert ", after LookupError: lost  (at test_guard.py:" in str(error)
+
+
+@pytest.mark.one_size
 def test_slow_but_in_time(new_strategy, rank, size, monkeypatch):
     """Late ranks are marked and confirmed, and go on."""
     monkeypatch.setenv("MPIDIST_STALL_SECONDS", "0.2")
