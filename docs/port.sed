@@ -31,6 +31,7 @@ s/\btf\.contrib\.distribute\./tf.distribute./g
 s/\bfrom tensorflow\.python\.distribute import values as\b/import mpidist as/
 s/\bfrom tensorflow\.python\.distribute import values( *(#.*)?)$/import mpidist as values\1/
 s/\bfrom tensorflow\.python\.distribute\.values import\b/from mpidist import/
+s/\bfrom tensorflow\.python\.util import nest\b/from mpidist import nest/
 s/^(\s*)(from tensorflow\.[^(\\;]*|import tensorflow\.[^(\\;,]*)$/\1pass  # mpidist has no: \2/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g
@@ -47,6 +48,9 @@ s/tf\.train\.load_variable\((ckpt_dir_or_file *= *)?([^(),=]*(\([^()]*\))?), *(n
 s/\b(checkpoint|ckpt|reader)\.get_tensor\((tensor_str *= *)?([^()=]*(\([^()]*\)[^()=]*)*)\)/\1[\3]/g
 s/\/\.ATTRIBUTES\/VARIABLE_VALUE//g
 s/(\b\w+(\.\w+)*)\.get_variable_to_shape_map\(\)/{name: [*x.shape] for name, x in \1.items()}/g
+s/(\b\w+(\.\w+)*)\.get_variable_to_dtype_map\(\)/{name: x.dtype for name, x in \1.items()}/g
+s/(\b\w+(\.\w+)*)\.save_weights\((filepath *= *)?/mpidist.Checkpoint(model=\1).save(/g
+s/(\b\w+(\.\w+)*)\.load_weights\((filepath *= *)?/mpidist.Checkpoint(model=\1).restore(/g
 s/\btf\.train\.Checkpoint\((root *= *)?None *(, *|\))/tf.train.Checkpoint(\2/g
 s/\btf\.train\.Checkpoint\([, ]+/tf.train.Checkpoint(/g
 /Checkpoint\((root *= *)?(self|(\w+\.)*(\w+),[^()]*(\([^()]*\)[^()]*)*\b\4 *=[^=].*)[,)]/!s/\btf\.train\.Checkpoint\((root *= *)?((\w+\.)*)([A-Za-z_]\w*)([,)])/mpidist.Checkpoint(\4=\2\4\5/g
@@ -66,9 +70,11 @@ s/\b(tf\.)?keras\.mixed_precision\.(experimental\.)?LossScaleOptimizer\b/mpidist
 s/\bkeras\.experimental\.CosineDecay/keras.optimizers.schedules.CosineDecay/g
 s/\b(tf\.)?keras\.(models\.)?(Model|layers\.Layer)\b([^(.]|$)/mpidist.Module\4/g
 s/\bisinstance\(([^(),]*), *(tf\.keras|keras|tf)\.optimizers\.schedules\.LearningRateSchedule\)/callable(\1)/g
+s/^(\s*class \w+\()(tf\.)?keras\.callbacks\.Callback\b/\1type("Callback", (), {f"on_{what}_{end}": lambda *_, **__: None for what in ("train", "epoch", "batch", "train_batch", "test", "test_batch", "predict", "predict_batch") for end in ("begin", "end")})/
 s/^(\s*class \w+\()(tf\.)?keras\.callbacks\.\w+/\1object/
 s/\b(tf\.)?(keras|tf)\.(optimizers\.schedules\.LearningRateSchedule|callbacks\.Callback)\b/object/g
-s/\b(tf\.)?keras\.backend\.(clear_session|(set_)?learning_phase)\(/(lambda *_: None)(/g
+s/\b(tf\.)?keras\.backend\.(clear_session|(set_)?learning_phase|set_image_data_format)\(/(lambda *_: None)(/g
+s/\b(tf\.)?keras\.mixed_precision\.set_global_policy\((["'])float32\2\)/None/g
 /\bmomentum *=/!s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\b/mpidist.optimizers.RMSprop/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\(/mpidist.optimizers.\3.of_keras(/g
 /\bis(instance|subclass)\(|^\s*class /!s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\b/mpidist.optimizers.\3.of_keras/g
@@ -100,6 +106,7 @@ s/\b(tf\.|tensorflow\.)?keras\.(metrics|losses)\b/mpidist.\2/g
 s/\btf\.nest\./mpidist.nest./g
 s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.expect_partial\(\)/.restore(\1, partial=True)/g
 s/\.restore\(([^()]*(\([^()]*\))?[^()]*)\)\.assert_(existing_objects_matched|nontrivial_match)\(\)/.restore(\1, partial=True).assert_\3()/g
+/\bpartial=/!s/^(\s*\w*status = .*\.restore\([^()]*(\([^()]*\))?[^()]*)\)$/\1, partial=True)/
 s/\.save\(file_prefix *= */.save(/g
 s/\.restore\(save_path *= */.restore(/g
 s/(\btf\.(math\.)?reduce_\w+\(([^()]|\([^()]*\))*(\baxis *= *|, *))\[([0-9, -]+)\]/\1(\5,)/g
@@ -109,15 +116,18 @@ s/\bin tf\.range\(/in range(/g
 s/\btf\.(math\.)?(abs|add|ceil|cos|divide|equal|exp|floor|greater|greater_equal|less|less_equal)\b/np.\2/g
 s/\btf\.(math\.)?(log|logical_and|logical_not|logical_or|maximum|minimum|mod|multiply|not_equal|round)\b/np.\2/g
 s/\btf\.(math\.)?(sign|sin|sqrt|square|subtract|tanh)\b/np.\2/g
+s/\btf\.(ones|zeros)\((shape *= *)?(\[[^][]*\]|\([^()]*\)|[^][(),=]+)\)/np.\1(\3, np.float32)/g
 s/\btf\.(linalg\.)?(einsum|expand_dims|eye|linspace|matmul|meshgrid|ones|ones_like|reshape)\b/np.\2/g
 s/\bnp\.matmul\((([^][(),]|\[[^][]*\]|\(([^()]|\([^()]*\))*\))+), *(([^][(),]|\[[^][]*\]|\(([^()]|\([^()]*\))*\))+), *transpose_a=True/np.matmul(np.swapaxes(\1, -1, -2), \4/g
 s/\bnp\.matmul\((([^][(),]|\[[^][]*\]|\(([^()]|\([^()]*\))*\))+), *(([^][(),]|\[[^][]*\]|\(([^()]|\([^()]*\))*\))+), *transpose_b=True/np.matmul(\1, np.swapaxes(\4, -1, -2)/g
 s/\btf\.transpose\(([^()]*), *perm *=/np.transpose(\1, axes=/g
 s/\btf\.(math\.)?count_nonzero\b/np.count_nonzero/g
+s/\btf\.(math\.)?rsqrt\(/(lambda x, name=None: 1 \/ np.sqrt(x))(/g
 s/\btf\.(argsort|shape|size|sort|squeeze|stack|tensordot|tile|transpose|zeros|zeros_like)\b/np.\1/g
 s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
 s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g
 s/\b\w+(\.\w+|\(\))*\.extended\._use_merge_call\(\)/(not mpidist.strategy_supports_no_merge_call())/g
+s/\.extended\._replica_ctx_all_reduce\(/ and mpidist.get_replica_context().all_reduce(/g
 s/^(\s*)\w+(\.\w+)*\._create_hypers\(\) *(#.*)?$/\1pass/
 s/\._create_(all_weights|slots)\((var_list=)?/.build(/g
 s/\.get_shape\(\)/.shape/g
@@ -131,6 +141,7 @@ s/\btf\.(math\.)?pow\b/np.power/g
 s/\btf\.(math\.)?add_n\b/sum/g
 s/\btf\.(newaxis|pi)\b/np.\1/g
 s/\btf\.bool\b/bool/g
+s/\btf\.(dtypes\.)?bfloat16\b/"bfloat16"/g
 s/\btf\.string\b/np.str_/g
 s/\btf\.nn\.relu\(/np.maximum(0, /g
 s/\btf\.nn\.(sparse_)?softmax_cross_entropy_with_logits\(/(lambda labels, logits, *, name=None: mpidist.losses.\1categorical_crossentropy(labels, logits, from_logits=True))(/g

@@ -513,3 +513,55 @@ except tf.errors.InvalidArgumentError:
     assert found["known"] == (True, True, True)
     assert found["shapes"] == {"v": []}
     assert (len(found["collected"]), found["text"]) == (2, "two\nlines")
+
+
+def test_what_the_tutorials_and_models_of_tensorflow_write(tmp_path):
+    program = """import tensorflow as tf
+from tensorflow.python.util import nest
+
+class TimeHistory(tf.keras.callbacks.Callback):
+  def on_epoch_end(self, epoch, logs=None):
+    self.epoch = epoch
+
+callback = TimeHistory()
+callback.on_train_begin()
+callback.on_epoch_end(3)
+flat = nest.flatten({"b": 2, "a": 1})
+tf.keras.backend.set_image_data_format("channels_last")
+tf.keras.mixed_precision.set_global_policy('float32')
+dtypes = {"fp32": tf.float32, "bf16": tf.bfloat16}
+scale = tf.math.rsqrt(tf.cast(16, tf.float32)) * tf.math.rsqrt(4.0)
+
+class Net(tf.keras.Model):
+  def __init__(self):
+    super().__init__()
+    self.kernel = tf.Variable(tf.ones([1, 5]))
+    self.bias = tf.Variable(tf.zeros((5,)))
+
+net = Net()
+file = os.path.join(FOLDER, "model.weights.h5")
+net.save_weights(file)
+net.bias.assign(net.bias + 1.0)
+net.load_weights(filepath=file)
+reader = tf.train.load_checkpoint(file)
+dtype_from_key = reader.get_variable_to_dtype_map()
+part = tf.train.Checkpoint(bias=tf.Variable(tf.zeros([5])))
+status = tf.train.Checkpoint(model=part).restore(tf.train.latest_checkpoint(file))
+status.assert_existing_objects_matched()
+
+def reduce_explicitly(grads):
+  return tf.distribute.get_strategy(  # pylint: disable=protected-access
+  ).extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, grads)
+
+total = tf.distribute.get_strategy().run(reduce_explicitly, args=([2.0],))
+"""
+    found: dict[str, object] = {"FOLDER": str(tmp_path / "d")}
+    exec(ported(program, tmp_path).read_text(), found)
+    assert (found["callback"].epoch, found["flat"]) == (3, [1, 2])
+    assert found["dtypes"] == {"fp32": np.float32, "bf16": "bfloat16"}
+    assert found["scale"] == 0.125
+    assert found["net"].bias.numpy().tolist() == [0.0] * 5
+    assert found["dtype_from_key"] == {"model/bias": "f4", "model/kernel": "f4"}
+    assert found["total"][0].values == (2.0,)
+    with pytest.raises(AssertionError, match="kernel"):
+        found["status"].assert_consumed()
