@@ -16,8 +16,8 @@ from mpidist._base.errors import as_told
 from mpidist._mpi.any_communicator import AnyCommunicator
 
 
-class Writes(Protocol):
-    """What an update has written to this rank's copies of variables."""
+class Updates(Protocol):
+    """Updates in progress, which write to this rank's copies of variables."""
 
     def undo(self) -> list[Key]:
         """Undo the writes if the values before are kept; return the variables' keys."""
@@ -34,7 +34,7 @@ class Reports:
     Attributes:
         failures: how often ranks have differed; it changes on all ranks, or on none.
         calls: the texts of the calls of all ranks, when they differed last.
-        writes: what the current update has written; undone if the ranks differ.
+        batch: the updates in progress, which are undone if the ranks differ.
         repair: makes the copies of variables, given by their keys, equal again after
             an update that has failed. Collective.
     """
@@ -47,7 +47,7 @@ class Reports:
         self._breakdown = breakdown
         self.failures: int = 0
         self.calls: set[str] = set()
-        self.writes: Writes | None = None
+        self.batch: Updates | None = None
         self.repair: Callable[[Sequence[Key]], None] | None = None
 
     def exchange(
@@ -75,9 +75,9 @@ class Reports:
             self.failures += 1
             report = Report.of(self._comm.rank, call, error, kind)
             report.depth, report.joining = len(sections), joining
-            if self.writes is not None:
-                report.written = self.writes.undo()
-                self.writes = None
+            if self.batch is not None:
+                report.written = self.batch.undo()
+                self.batch = None
             data = self._comm.all_gather_objects(pickle.dumps(report))
             reports: list[Report] = [pickle.loads(item) for item in data]
             self.calls = {report.call for report in reports}

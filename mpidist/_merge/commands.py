@@ -1,4 +1,4 @@
-"""The commands of a `merge_call`: their contents, and their encoding; updates.
+"""The commands of a `merge_call`: their contents, and their encoding.
 
 A command has a name and a content. The name is that of an operation, which all ranks
 run, or one of these: *update*: all ranks run an update; *join*: they go to the join;
@@ -31,29 +31,21 @@ import io
 import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import cloudpickle
 import numpy as np
 
-from mpidist._base import backend, nest
+from mpidist._base import backend
 from mpidist._base.errors import CollectiveError
-from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
 from mpidist._merge import object_names, object_parts
 from mpidist._merge.object_parts import ATOMS
-from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered
-from mpidist._values.components import differs
-from mpidist._values.distributed import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    argument_of,
-)
-from mpidist._values.variable import Variable, storage_of
+from mpidist._values.distributed import DistributedValues, Mirrored, PerReplica
+from mpidist._values.variable import Variable
 
 MOST_INLINE_BYTES: Final = 16 * 1024
 _BY_VALUE: Final = ATOMS | {tuple}
@@ -61,11 +53,8 @@ _NO_DATA: Final = ATOMS | {types.FunctionType, Mirrored, PerReplica, Variable}
 _KEYED: Final = (DistributedValues, Variable)  # also of users' classes
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 
-# Types of arguments that the function of an update receives unchanged.
-_AS_THEY_ARE: Final = frozenset(
-    (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
-)
-_USUAL: Final = _AS_THEY_ARE | {Mirrored, PerReplica}
+# Operations that send a function: the user's name, and its place in the arguments.
+_FUNCTIONS: Final = {"update": ("update", 1), "call_for_each_replica": ("run", 0)}
 
 Pickler: Any = cloudpickle.Pickler  # a class of a library without types
 
@@ -83,93 +72,8 @@ NOTHING: Final[Content] = (pickle.dumps(None), [], 0)
 _OURS: Final = (*ReduceOp, object_parts.make, object_parts.fill)
 
 
-class Update(NamedTuple):
-    """A call of `StrategyExtended.update` or `update_non_slot`.
-
-    Attributes:
-        var: the variable; None for `update_non_slot`.
-        fn: the function.
-        args: its further positional arguments.
-        kwargs: its keyword arguments; None: none.
-        grouped: whether the results are the same on all ranks.
-    """
-
-    var: Variable | None
-    fn: Callable[..., Any]
-    args: Sequence[Nest]
-    kwargs: Mapping[str, Nest] | None
-    grouped: bool
-
-    def describe(self) -> str:
-        """Return its name, for messages."""
-        var, fn = self.var, self.fn
-        if var is None:
-            name = getattr(fn, "__qualname__", type(fn).__qualname__)
-            return f"update_non_slot({name})"
-        return f"update of Variable {var.name!r} [#{storage_of(var).key[0]}]"
-
-    def check(self) -> bool:
-        """Raise if its arguments are wrong.
-
-        Returns:
-            Whether the function gets a value of each replica's own.
-
-        Raises:
-            TypeError, ValueError: as `StrategyExtended.update` says.
-        """
-        var, fn, args, kwargs, _ = self
-        is_usual = kwargs is None and callable(fn) and type(args) is tuple
-        if is_usual and _USUAL.issuperset(kinds := {*map(type, args)}):
-            return PerReplica in kinds
-        expect(callable(fn), "update", "`fn` to be a function", fn)
-        check_arguments("update", args, {} if kwargs is None else kwargs)
-        own = False
-        for leaf in self.leaves():
-            own = own or isinstance(leaf, PerReplica)
-            on_read = isinstance(leaf, Variable) and differs(leaf)
-            if on_read and var is not None and not differs(var):
-                raise ValueError(
-                    f"update: got {leaf!r} among the arguments, whose copies would "
-                    "make those of the mirrored variable differ; pass its value: "
-                    "`strategy.extended.read_var(variable)`"
-                )
-        return own
-
-    def leaves(self) -> list[Nest]:
-        """Return the leaves of all arguments."""
-        return nest.flatten((tuple(self.args), self.kwargs))[0]
-
-    def run(self) -> Nest:
-        """Call the function with this rank's components, and return its result."""
-        own: list[Nest] = [] if self.var is None else [self.var]
-        for x in self.args:
-            if type(x) is Mirrored:
-                x = x.value()
-            elif type(x) not in _AS_THEY_ARE:
-                x = nest.map_structure(argument_of, x)
-            own.append(x)
-        if not self.kwargs:
-            return self.fn(*own)
-        return self.fn(*own, **nest.map_structure(argument_of, self.kwargs))
-
-    def unreduced(self) -> str:
-        """Return, for a message, which arguments differ by replica, and the remedy."""
-        named = {f"args[{i}]": x for i, x in enumerate(self.args)}
-        named |= {f"kwargs[{key!r}]": x for key, x in (self.kwargs or {}).items()}
-        own = [
-            name
-            for name, x in named.items()
-            if any(isinstance(leaf, PerReplica) for leaf in nest.flatten(x)[0])
-        ]
-        if own:
-            return (
-                f" ({' and '.join(own)} not reduced: pass `strategy.extended.reduce_to("
-                "op, value, variable)`)"
-            )
-        return (  # called in a replica function
-            " (arguments of each replica's own: reduce them first, by `mpidist."
-            "get_replica_context().all_reduce(op, value)`)"
-        )
+class NotThereError(ValueError):
+    """Rank 0 refers to a value that the others do not have."""
 
 
 class Writer:
@@ -215,7 +119,30 @@ class Writer:
         arrays: list[Array] = pickler.arrays
         return (stream.getvalue(), pickler.references, len(arrays)), arrays
 
-    def culprit(
+    def write_arguments(
+        self, name: str, args: tuple[Any, ...]
+    ) -> tuple[Content, list[Array]]:
+        """Encode the arguments of an operation; say which of them cannot be sent."""
+        try:
+            return self.write(args)
+        except NotThereError:
+            raise
+        except Exception as error:
+            if name not in _FUNCTIONS or self._group.guard.broken:
+                raise
+            call, first = _FUNCTIONS[name]
+            culprit = self._culprit(*args[first : first + 3])
+            if not culprit:
+                raise
+            why = str(error).rstrip(".")
+            raise TypeError(
+                f"{call}: {culprit} which cannot be sent to the other ranks: {why}. "
+                "Make it on every rank, before `merge_call`, and let merge_fn close "
+                "over it: then each rank uses its own; or make it in the function that "
+                f"`{call}` runs"
+            ) from error
+
+    def _culprit(
         self, fn: object, args: Sequence[Nest], kwargs: Mapping[str, Nest] | None
     ) -> str:
         """Describe the part of a call that cannot be sent; "" if each can by itself."""

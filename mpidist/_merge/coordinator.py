@@ -5,15 +5,14 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names, object_parts
-from mpidist._merge.commands import Update
-from mpidist._merge.updates import UpdateBatch, run_update, wrap
+from mpidist._merge.updates import Update, UpdateBatch, run_update
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -27,9 +26,6 @@ from mpidist._runtime.registry import (
 )
 from mpidist._values.distributed import DistributedValues, Mirrored, own_component
 from mpidist._values.variable import Variable
-
-# Operations that send a function: the user's name, and its place in the arguments.
-_FUNCTIONS: Final = {"update": ("update", 1), "call_for_each_replica": ("run", 0)}
 
 
 class Coordinator:
@@ -142,7 +138,7 @@ class Coordinator:
         if not self._several:
             return self._execute(dispatch.execute, name, args)
         try:
-            content, arrays = self._write(name, args)
+            content, arrays = self._writer.write_arguments(name, args)
             self._send(name, content)
             if arrays:
                 self._together(self._group.collectives.send_arrays, arrays, name)
@@ -181,7 +177,7 @@ class Coordinator:
                 _check_mirrored(value)
             self.command("scatter", (OnRank0(value), isinstance(value, Mirrored)))
             return key_of(value)
-        raise _NotThereError(
+        raise commands.NotThereError(
             f"merge_fn uses {value!r:.200}, which the other ranks do not have: it "
             "belongs to a `merge_call` that has ended, or was made on rank 0 alone. "
             "Pass it to `merge_call` as an argument"
@@ -230,7 +226,7 @@ class Coordinator:
         if not self._several:
             return self._execute(run_update, update)
         try:
-            content, arrays = self._write("update", tuple(update))
+            content, arrays = self._writer.write_arguments("update", tuple(update))
             if own:
                 self._end_updates()
             self._send("update", content)
@@ -240,7 +236,7 @@ class Coordinator:
             if own or not grouped or (batch and (batch.communicates or batch.long)):
                 self._end_updates()
             if result is not None and type(result) is not Variable:
-                result = wrap(self._group, result, number, grouped)
+                result = self._registry.wrap_numbered(update.kind, result, number)
                 self.watch(result)
             return result
         except BaseException as error:
@@ -305,29 +301,6 @@ class Coordinator:
 
     # --- messages -----------------------------------------------------------------
 
-    def _write(
-        self, name: str, args: tuple[Any, ...]
-    ) -> tuple[commands.Content, list[Array]]:
-        """Encode the arguments of an operation; name one that cannot be sent."""
-        try:
-            return self._writer.write(args)
-        except _NotThereError:
-            raise
-        except Exception as error:
-            if name not in _FUNCTIONS or self._guard.broken:
-                raise
-            call, first = _FUNCTIONS[name]
-            culprit = self._writer.culprit(*args[first : first + 3])
-            if not culprit:
-                raise
-            why = str(error).rstrip(".")
-            raise TypeError(
-                f"{call}: {culprit} which cannot be sent to the other ranks: {why}. "
-                "Make it on every rank, before `merge_call`, and let merge_fn close "
-                "over it: then each rank uses its own; or make it in the function that "
-                f"`{call}` runs"
-            ) from error
-
     def _send(self, name: str, content: commands.Content) -> None:
         """Send a command; one that is no update ends the batch."""
         self._guard.check_late()
@@ -346,10 +319,6 @@ class Coordinator:
         self._group.collectives.resources.messages.send(
             pickle.dumps((name, dropped, content))
         )
-
-
-class _NotThereError(ValueError):
-    """Rank 0 refers to a value that the others do not have."""
 
 
 def _check_mirrored(value: Mirrored) -> None:

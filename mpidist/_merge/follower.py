@@ -11,8 +11,7 @@ from mpidist._base import nest
 from mpidist._base.errors import CollectiveError, as_told, on_rank
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
-from mpidist._merge.commands import Update
-from mpidist._merge.updates import UpdateBatch, wrap
+from mpidist._merge.updates import Update, UpdateBatch
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered, key_of
@@ -148,7 +147,7 @@ class Follower:
             guard.before_call = self._expect_check
             guard.set_alone(True)
             result = batch.run(number, update)
-            result = wrap(group, result, number, update.grouped)
+            result = self._registry.wrap_numbered(update.kind, result, number)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -35,28 +35,132 @@ ranks that did not make this update.)
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, call_of
 from mpidist._agreement.sections import SectionResult, join
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
+from mpidist._base.expect import expect
 from mpidist._base.fingerprint import (
     fingerprint,
     fingerprint_of_bytes,
     fingerprint_of_numbers,
 )
 from mpidist._base.types import Array, Nest
-from mpidist._merge.commands import Update
 from mpidist._runtime import context
+from mpidist._runtime.dispatch import check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.distributed import Mirrored, PerReplica
+from mpidist._values.components import differs
+from mpidist._values.distributed import Mirrored, PerReplica, argument_of
 from mpidist._values.storage import VariableStorage
-from mpidist._values.variable import Variable, array_of, storage_of
+from mpidist._values.variable import Variable, storage_of
 
 _BATCH: Final = Call("the end of updates in merge_fn")
 _LONGEST_SECONDS: Final = 0.25
+
+# Types of arguments that the function of an update receives unchanged.
+_AS_THEY_ARE: Final = frozenset(
+    (np.ndarray, float, int, bool, str, type(None), np.float32, np.float64)
+)
+_USUAL: Final = _AS_THEY_ARE | {Mirrored, PerReplica}
+
+
+class Update(NamedTuple):
+    """A call of `StrategyExtended.update` or `update_non_slot`.
+
+    Attributes:
+        var: the variable; None for `update_non_slot`.
+        fn: the function.
+        args: its further positional arguments.
+        kwargs: its keyword arguments; None: none.
+        grouped: whether the results are the same on all ranks.
+    """
+
+    var: Variable | None
+    fn: Callable[..., Any]
+    args: Sequence[Nest]
+    kwargs: Mapping[str, Nest] | None
+    grouped: bool
+
+    @property
+    def kind(self) -> type[Mirrored] | type[PerReplica]:
+        """The class of its results."""
+        return Mirrored if self.grouped else PerReplica
+
+    def describe(self) -> str:
+        """Return its name, for messages."""
+        var, fn = self.var, self.fn
+        if var is None:
+            name = getattr(fn, "__qualname__", type(fn).__qualname__)
+            return f"update_non_slot({name})"
+        return f"update of Variable {var.name!r} [#{storage_of(var).key[0]}]"
+
+    def check(self) -> bool:
+        """Raise if its arguments are wrong.
+
+        Returns:
+            Whether the function gets a value of each replica's own.
+
+        Raises:
+            TypeError, ValueError: as `StrategyExtended.update` says.
+        """
+        var, fn, args, kwargs, _ = self
+        is_usual = kwargs is None and callable(fn) and type(args) is tuple
+        if is_usual and _USUAL.issuperset(kinds := {*map(type, args)}):
+            return PerReplica in kinds
+        expect(callable(fn), "update", "`fn` to be a function", fn)
+        check_arguments("update", args, {} if kwargs is None else kwargs)
+        own = False
+        for leaf in self.leaves():
+            own = own or isinstance(leaf, PerReplica)
+            on_read = isinstance(leaf, Variable) and differs(leaf)
+            if on_read and var is not None and not differs(var):
+                raise ValueError(
+                    f"update: got {leaf!r} among the arguments, whose copies would "
+                    "make those of the mirrored variable differ; pass its value: "
+                    "`strategy.extended.read_var(variable)`"
+                )
+        return own
+
+    def leaves(self) -> list[Nest]:
+        """Return the leaves of all arguments."""
+        return nest.flatten((tuple(self.args), self.kwargs))[0]
+
+    def run(self) -> Nest:
+        """Call the function with this rank's components, and return its result."""
+        own: list[Nest] = [] if self.var is None else [self.var]
+        for x in self.args:
+            if type(x) is Mirrored:
+                x = x.value()
+            elif type(x) not in _AS_THEY_ARE:
+                x = nest.map_structure(argument_of, x)
+            own.append(x)
+        if not self.kwargs:
+            return self.fn(*own)
+        return self.fn(*own, **nest.map_structure(argument_of, self.kwargs))
+
+    def unreduced(self) -> str:
+        """Return, for a message, which arguments differ by replica, and the remedy."""
+        named = {f"args[{i}]": x for i, x in enumerate(self.args)}
+        named |= {f"kwargs[{key!r}]": x for key, x in (self.kwargs or {}).items()}
+        own = [
+            name
+            for name, x in named.items()
+            if any(isinstance(leaf, PerReplica) for leaf in nest.flatten(x)[0])
+        ]
+        if own:
+            return (
+                f" ({' and '.join(own)} not reduced: pass `strategy.extended.reduce_to("
+                "op, value, variable)`)"
+            )
+        return (  # called in a replica function
+            " (arguments of each replica's own: reduce them first, by `mpidist."
+            "get_replica_context().all_reduce(op, value)`)"
+        )
 
 
 class _Effect(NamedTuple):
@@ -69,40 +173,11 @@ class _Effect(NamedTuple):
     returned: Sequence[Nest]
 
 
-class _Writes:
-    """What updates write on this rank.
-
-    The variables stay alive until all ranks have compared them: other ranks may have
-    dropped theirs, or not, and all have to make their copies equal.
-
-    Attributes:
-        storages: of the variables, in the order of the writes.
-        kept: by key, with the values before; None: these are not kept.
-    """
-
-    def __init__(self) -> None:
-        self._variables: list[Variable] = []
-        self.storages: list[VariableStorage] = []
-        self.kept: dict[Key, tuple[VariableStorage, Array]] | None = None
-
-    def append(self, variable: Variable) -> None:
-        """Add a variable that is about to be written."""
-        storage = storage_of(variable)
-        if self.kept is not None and storage.key not in self.kept:
-            self.kept[storage.key] = storage, storage.array.copy()
-        self._variables.append(variable)
-        self.storages.append(storage)
-
-    def undo(self) -> list[Key]:
-        """Give the variables the values that were kept; return the keys of all."""
-        for storage, value in (self.kept or {}).values():
-            storage.array[...] = value
-        self.kept = None
-        return sorted({storage.key for storage in self.storages})
-
-
 class UpdateBatch(SectionResult):
     """Updates on this rank, until the next join.
+
+    It keeps the variables that it writes alive until all ranks have compared them:
+    some ranks may have dropped theirs, and all have to make their copies equal.
 
     Attributes:
         open: whether this is a section, which the join ends; not with the guard off.
@@ -111,22 +186,23 @@ class UpdateBatch(SectionResult):
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self._group = group
         self._guard = guard = group.guard
         self.open = self.failed = self.communicates = False
         self.kind = "none"
         self._failed_in = ""
         self._numbers: list[int] = []
         self._effects: list[_Effect] = []
-        self._writes = _Writes()
+        self._written: list[Variable] = []  # in the order of the writes
+        # By key, with the values before; None: these are not kept.
+        self._kept: dict[Key, tuple[VariableStorage, Array]] | None = None
         self._began = time.monotonic()
         if guard.checks:
             guard.enter_section()
-            self._outer = guard.reports.writes
-            guard.reports.writes = self._writes
+            self._outer = guard.reports.batch
+            guard.reports.batch = self
             self.open = True  # now `leave` has all that it needs
-        written = self._writes if self.open else None
-        self._frame = context.Frame(group, context.Level.UPDATE, written=written)
+        batch = self if self.open else None
+        self._frame = context.Frame(group, context.Level.UPDATE, batch=batch)
 
     @property
     def long(self) -> bool:
@@ -135,7 +211,21 @@ class UpdateBatch(SectionResult):
 
     def keep(self) -> None:
         """Keep the values that the only update of this batch overwrites."""
-        self._writes.kept = {}
+        self._kept = {}
+
+    def will_write(self, variable: Variable) -> None:
+        """Note that the function of an update is about to write a variable."""
+        storage = storage_of(variable)
+        if self._kept is not None and storage.key not in self._kept:
+            self._kept[storage.key] = storage, storage.array.copy()
+        self._written.append(variable)
+
+    def undo(self) -> list[Key]:
+        """Give the variables the values that were kept; return the keys of all."""
+        for storage, value in (self._kept or {}).values():
+            storage.array[...] = value
+        self._kept = None
+        return sorted({storage_of(variable).key for variable in self._written})
 
     def run(self, number: int, update: Update, arguments: str = "") -> Nest:
         """Run an update on this rank; return the result of its function.
@@ -145,14 +235,14 @@ class UpdateBatch(SectionResult):
             update: the update.
             arguments: a text of the arguments that have to be the same on all ranks.
         """
-        before = len(self._writes.storages)
+        before = len(self._written)
         with context.entered(self._frame):
             result = update.run()
         if not self.open:
             return result
         # Compared at the join. The seed chooses words of large arrays, as if at random.
         seed = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12
-        storages = self._writes.storages[before:]
+        storages = [storage_of(variable) for variable in self._written[before:]]
         if len(storages) > 1:  # each once, in an order that is the same on all ranks
             storages = [v for _, v in sorted({v.key: v for v in storages}.items())]
         structure, returned = nest.LEAF, []
@@ -172,8 +262,9 @@ class UpdateBatch(SectionResult):
             written.append((v, one))
         for x in returned:
             numbers.append(checksums.fingerprint_of_array(_array(x), seed))
-        if self._writes.kept is None:
-            update = update._replace(args=(), kwargs=None)  # arguments may be large
+        if self._kept is None:
+            # Without the arguments, which may be large.
+            update = Update(update.var, update.fn, (), None, update.grouped)
         self._effects.append(_Effect(update, arguments, structure, written, returned))
         return result
 
@@ -205,14 +296,14 @@ class UpdateBatch(SectionResult):
         if not self.open:
             return self.error
         guard = self._guard
-        guard.reports.writes = self._writes
+        guard.reports.batch = self
         name = call or self._failed_in
         what = call_of(name) if name else _BATCH
         try:
             self.fingerprint = fingerprint_of_numbers(self._numbers)
             found = join(guard, what, self)
             if found is None:
-                self._writes.kept = None
+                self._kept = None
             return found
         finally:
             self.leave()
@@ -221,12 +312,12 @@ class UpdateBatch(SectionResult):
         """Leave the section. Without a join before, undo what `keep` has kept."""
         if self.open:
             self.open = False
-            if self._writes.kept is not None:
-                self._writes.undo()
+            if self._kept is not None:
+                self.undo()
             guard = self._guard
-            guard.reports.writes = self._outer
+            guard.reports.batch = self._outer
             guard.leave_section()
-            del self._numbers, self._effects, self._writes
+            del self._numbers, self._effects, self._written, self._frame
 
     def describe(self) -> str:
         """Describe the effects of all updates."""
@@ -237,13 +328,15 @@ class UpdateBatch(SectionResult):
         }
         parts = []
         for k, effect in enumerate(self._effects):
-            texts = [
-                f"{v.name!r} [#{v.key[0]}] = {checksums.sample(v.array)}"
-                + (f" (then {n:x})" if last[v.key] != k or _is_large(v) else "")
-                for v, n in effect.written
-            ]
+            texts = []
+            for v, n in effect.written:
+                text = f"{v.name!r} [#{v.key[0]}] = {checksums.sample(v.array)}"
+                # It shows neither an earlier value, nor all values of a large array.
+                if last[v.key] != k or v.array.nbytes >= checksums.SAMPLED_BYTES:
+                    text += f" (then {n:x})"
+                texts.append(text)
             part = f"{effect.update.describe()} -> {effect.structure}"
-            if self._writes.kept is not None:
+            if self._kept is not None:
                 part += effect.update.unreduced()
             if effect.arguments:
                 part += f", with arguments {effect.arguments}"
@@ -294,15 +387,9 @@ def run_update(group: ReplicaGroup, update: Update, *, own: bool = False) -> Nes
         raise error
     # Counted now: if it has failed, some rank may not have made this call.
     number = group.registry.next_key()
-    return result if own else wrap(group, result, number, update.grouped)
-
-
-def wrap(group: ReplicaGroup, result: Nest, number: int, grouped: bool) -> Nest:
-    """Return the result of the function of an update as a value of all ranks."""
-    if result is None or type(result) is Variable:
+    if own:
         return result
-    kind = Mirrored if grouped else PerReplica
-    return group.registry.wrap_numbered(kind, result, number)
+    return group.registry.wrap_numbered(update.kind, result, number)
 
 
 def _is_value(x: object) -> bool:
@@ -311,31 +398,3 @@ def _is_value(x: object) -> bool:
 
 def _array(x: Nest) -> Array:
     return backend.as_array(x, "update")[0]
-
-
-def _is_large(storage: VariableStorage) -> bool:
-    """Return whether a text shows a sample of its values only, as it is large."""
-    return bool(storage.array.nbytes >= checksums.SAMPLED_BYTES)
-
-
-def make_equal(group: ReplicaGroup, keys: Sequence[Key]) -> None:
-    """Copy rank 0's variables to all ranks, after an update that has failed.
-
-    Collective, but without a header: the guard calls it on all ranks, together with
-    the exchange of reports.
-
-    Args:
-        group: the group of the variables.
-        keys: the keys of the variables that were written on any rank.
-    """
-    collectives = group.collectives
-    registry = group.registry
-    variables = [registry.get(key) for key in keys]
-    known = collectives.comm.all_gather_integers(
-        [int(v is not None) for v in variables]
-    )
-    for index, variable in enumerate(variables):
-        if all(row[index] for row in known):
-            array = array_of(variable)
-            transport = collectives.resources.transports.of(array)
-            transport.broadcast(backend.as_bytes(array), 0)

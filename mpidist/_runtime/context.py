@@ -47,7 +47,7 @@ class Commander(Protocol):
 class Frame:
     """One entry of the stack; do not change it.
 
-    ``written.append`` gets each `Variable` that the function of an update writes.
+    ``batch`` is told of each `Variable` that the function of an update writes.
     ``sync_on_read`` says that reading an ON_READ variable in a replica aggregates it.
     """
 
@@ -55,7 +55,7 @@ class Frame:
     level: Level
     replica_context: Any = None  # a `mpidist.ReplicaContext`, handed to users
     coordinator: Commander | None = None
-    written: Any = None  # its class is defined above this file
+    batch: Any = None  # an `UpdateBatch`, whose class is defined above this file
     sync_on_read: bool = False
 
 

@@ -171,8 +171,8 @@ class Registry:
 
     def wrap_numbered(self, kind: type[Components], tree: Nest, number: int) -> Nest:
         """Wrap as `wrap_tree` does, for a call that was counted before."""
-        if tree is None:
-            return None
+        if tree is None or isinstance(tree, Registered):
+            return tree
         leaves, structure = nest.flatten(tree)
         return structure.unflatten(
             [

@@ -18,8 +18,7 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Args, Kwargs, Nest
-from mpidist._merge.commands import Update
-from mpidist._merge.updates import run_update
+from mpidist._merge.updates import Update, run_update
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup

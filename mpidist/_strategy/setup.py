@@ -19,7 +19,7 @@ from mpidist._agreement.channel import open_channel
 from mpidist._agreement.communicator_waits import CommunicatorWaits
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Key
-from mpidist._base import gpus, interactive, reporting, threads
+from mpidist._base import backend, gpus, interactive, reporting, threads
 from mpidist._base.environment import Environment, debugging, read_environment
 from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint_of_bytes
@@ -27,7 +27,6 @@ from mpidist._base.options import CommunicationImplementation, CommunicationOpti
 from mpidist._collectives import bits, node
 from mpidist._collectives.collectives import Collectives
 from mpidist._collectives.nodes import SharedMemory, open_shared_memory
-from mpidist._merge import updates
 from mpidist._mpi import survival
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.communicator import Communicator
@@ -40,6 +39,7 @@ from mpidist._strategy.reductions import reduce_by_ops
 from mpidist._strategy.replica_context import ReplicaContext
 from mpidist._strategy.strategy import Strategy, group_of
 from mpidist._values.distributed import RegistryOfOne
+from mpidist._values.variable import array_of
 
 # Any: an `mpi4py.MPI.Comm`, from a library that may be missing, or a `ThreadGroup`.
 Comm: TypeAlias = Any
@@ -313,19 +313,23 @@ def _check_arguments(arguments: Arguments) -> CommunicationOptions:
 
 
 def _repairer(group: ReplicaGroup) -> Callable[[Sequence[Key]], None]:
-    """Return a function that makes copies of variables equal again, on all ranks.
+    """Return what copies rank 0's variables to all ranks, after a failed update.
 
-    The guard holds it, and is itself kept until all ranks have collected the strategy.
+    Collective, but without a header: the guard calls it on all ranks, together with the
+    exchange of reports. The guard holds it, and is itself kept until all ranks have
+    collected the strategy; a rank that already has takes part, without variables.
     """
-    reference = weakref.ref(group)
-    comm = group.communicator
+    reference, comm = weakref.ref(group), group.communicator
 
     def repair(keys: Sequence[Key]) -> None:
         alive = reference()
-        if alive is not None:
-            updates.make_equal(alive, keys)
-        else:  # as the other ranks do first: ask who has the variables
-            comm.all_gather_integers([0] * len(keys))
+        values: list[Any] = [alive and alive.registry.get(key) for key in keys]
+        rows = comm.all_gather_integers([int(x is not None) for x in values])
+        for variable, column in zip(values, zip(*rows, strict=True), strict=True):
+            if alive is not None and all(column):
+                array = array_of(variable)
+                transport = alive.collectives.resources.transports.of(array)
+                transport.broadcast(backend.as_bytes(array), 0)
 
     return repair
 

@@ -496,8 +496,8 @@ class Variable(ArrayLike, Registered):
         """Tell the running update, if any, that this copy is written."""
         storage = self._storage
         mirrored = not storage.on_read
-        if frame.written is not None and mirrored and frame.group is storage.group:
-            frame.written.append(self)
+        if frame.batch is not None and mirrored and frame.group is storage.group:
+            frame.batch.will_write(self)
 
 
 class Reference:
