@@ -29,7 +29,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from mpidist._agreement import mismatch, polling
 from mpidist._base import threads
-from mpidist._timeline.observer import NOTHING, Calls
+from mpidist._timeline.observer import NOTHING, Observers
 
 _T = TypeVar("_T")
 _AnyCall: TypeAlias = "CollectiveHandle[Any]"
@@ -211,10 +211,10 @@ class AsyncCalls:
             return
         try:
             if self._thread is None:
-                replica, observed = threads.current(), self._guard.calls
+                replica, observers = threads.current(), self._guard.observers
                 thread = threading.Thread(
                     target=_work,
-                    args=(self._queue, replica, weakref.ref(self), observed),
+                    args=(self._queue, replica, weakref.ref(self), observers),
                     name="mpidist communication",
                     daemon=True,
                 )
@@ -238,9 +238,10 @@ class AsyncCalls:
 
     def wait_for(self, call: _AnyCall) -> None:
         """Wait until a call has ended."""
-        calls, observed = self._guard.calls, NOTHING
-        if calls is not None and not call.done():
-            observed = calls.work(f"the wait for {call._name}", 0, "waits for begun")
+        observers, observed = self._guard.observers, NOTHING
+        if observers is not None and not call.done():
+            text = f"the wait for {call._name}"
+            observed = observers.work(text, 0, "waits for begun")
         self._awaited = True
         try:
             with observed:
@@ -311,7 +312,7 @@ def _work(
     calls: queue.SimpleQueue[_AnyCall | None],
     replica: threads.ThreadReplica | None,
     owner: weakref.ref[AsyncCalls],
-    observed: Calls | None,
+    observers: Observers | None,
 ) -> None:
     """Run the thread: make the calls. It holds no reference to the strategy."""
 
@@ -320,8 +321,8 @@ def _work(
         return begun is None or not begun._awaited  # the program computes
 
     polling.here.yields_core = yields_core
-    if observed is not None:
-        observed.makes_begun_calls()
+    if observers is not None:
+        observers.makes_begun_calls()
     with contextlib.ExitStack() as stack:
         if replica is not None:
             stack.enter_context(threads.entered(replica))

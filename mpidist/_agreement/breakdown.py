@@ -169,8 +169,8 @@ class Breakdown:
         if isinstance(error, LeftError):
             return self._learn(what, error)
         state = self._call_state
-        if state.begun is not None and state.begun.unsettled:
-            state.begun.stop(error)
+        if state.async_calls is not None and state.async_calls.unsettled:
+            state.async_calls.stop(error)
         if self._comm.outlives_ranks and not isinstance(error, RecursionError):
             error = self.failed(error)
         if not self.why and self._comm.size > 1:

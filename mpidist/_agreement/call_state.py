@@ -14,7 +14,7 @@ from mpidist import _native
 from mpidist._agreement.async_calls import AsyncCalls
 from mpidist._agreement.channel import Channel
 from mpidist._agreement.mismatch import Call
-from mpidist._timeline.observer import NOTHING, Calls, Span
+from mpidist._timeline.observer import NOTHING, Observers, Span
 
 if TYPE_CHECKING or _native.core is None:
     _CoreCallState = object
@@ -39,8 +39,8 @@ class CallState(_CoreCallState):
         cut_off: whether an exception came in the middle of a call of the core.
         sections: one entry for each open section, outermost first: the exception that
             calls in it raise, once some rank is known not to be in it; None until then.
-        begun: the asynchronous calls; None: there were none.
-        calls: tells the observers of each call; None: there are no observers.
+        async_calls: None: there were none.
+        observers: are told of each call; None: there are none.
     """
 
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:
@@ -54,8 +54,8 @@ class CallState(_CoreCallState):
         self.cut_off: bool = False
         self.channel: Channel = channel
         self.sections: list[BaseException | None] = []
-        self.begun: AsyncCalls | None = None
-        self.calls: Calls | None = None
+        self.async_calls: AsyncCalls | None = None
+        self.observers: Observers | None = None
 
     @property
     def deserted(self) -> BaseException | None:
@@ -73,13 +73,13 @@ class CallState(_CoreCallState):
         Raises:
             BaseException: what one of them raised, if its handle has not raised it.
         """
-        if self.begun is not None and self.begun.unsettled:
-            self.begun.settle()
+        if self.async_calls is not None and self.async_calls.unsettled:
+            self.async_calls.settle()
 
     def raise_failure(self) -> None:
         """Raise what an asynchronous call has raised so far, without waiting."""
-        if self.begun is not None and self.begun.failure is not None:
-            raise self.begun.failure
+        if self.async_calls is not None and self.async_calls.failure is not None:
+            raise self.async_calls.failure
 
     def observed(
         self, call: Call, section: Span | None = None
@@ -90,6 +90,6 @@ class CallState(_CoreCallState):
             call: the call of the header.
             section: the section that ends with it; None: none does.
         """
-        if self.calls is None:
+        if self.observers is None:
             return NOTHING
-        return self.calls.header(call.text, self.sequence + 1, section)
+        return self.observers.header(call.text, self.sequence + 1, section)

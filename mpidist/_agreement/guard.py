@@ -71,7 +71,7 @@ class Guard(CallState):
     """
 
     # Of the base class; without these lines pyright calls their types ambiguous.
-    begun: AsyncCalls | None
+    async_calls: AsyncCalls | None
     channel: Channel
     blocked: bool
     sequence: int
@@ -113,9 +113,9 @@ class Guard(CallState):
     def close(self, why: str = "this strategy was closed; make a new one") -> None:
         """Make every later call raise, and say why. Not collective."""
         self.breakdown.set(State.CLOSED, why)
-        if self.begun is not None:
-            self.begun.end()
-            self.begun = None
+        if self.async_calls is not None:
+            self.async_calls.end()
+            self.async_calls = None
         self.channel = SelfChannel()  # without the memory that the ranks share
         self.waits.watchdog.close()
 
@@ -141,7 +141,7 @@ class Guard(CallState):
             self.breakdown.state is not State.USABLE
             or self.deserted is not None
             or self.cut_off
-            or (self.begun is not None and self.begun.unsettled)
+            or (self.async_calls is not None and self.async_calls.unsettled)
         )
 
     def agree(self, call: Call, timeout: float | None = None) -> None:
@@ -156,7 +156,7 @@ class Guard(CallState):
         if not self.enabled:
             self.enter(call, timeout)
             return
-        with NOTHING if self.calls is None else self.observed(call):
+        with NOTHING if self.observers is None else self.observed(call):
             if not self.exchange(call, timeout=timeout):
                 raise self.reports.exchange(call)[0]
 
@@ -178,7 +178,7 @@ class Guard(CallState):
             offset: of this rank's results in its arena; see `in_arenas`.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        with NOTHING if self.calls is None else self.observed(call):
+        with NOTHING if self.observers is None else self.observed(call):
             if not self.exchange(call, None, value, largest, offset, timeout):
                 raise self.reports.exchange(call)[0]
         return bool(self.channel.verdict[2])
@@ -207,8 +207,8 @@ class Guard(CallState):
         """Begin a call whose header the caller exchanges; return its time-out in ms."""
         if self.blocked:
             self._require_usable()
-        if self.calls is not None:
-            self.calls.name(call.text, self.sequence + 1)
+        if self.observers is not None:
+            self.observers.name(call.text, self.sequence + 1)
         return self.begin(call, timeout)
 
     def conclude(self, status: int | None, exchange: Callable[[int], int]) -> None:
@@ -374,9 +374,9 @@ class Guard(CallState):
 
     def span(self, text: str) -> contextlib.AbstractContextManager[None]:
         """Return a context for work of this rank, which timelines show as ``text``."""
-        if self.calls is None:
+        if self.observers is None:
             return NOTHING
-        return self.calls.work(text, self.sequence + 1)
+        return self.observers.work(text, self.sequence + 1)
 
     def enter_section(self) -> None:
         """Enter a section."""

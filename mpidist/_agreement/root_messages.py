@@ -17,7 +17,7 @@ from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._mpi.any_communicator import AnyCommunicator
-from mpidist._timeline.observer import Calls, Span, observed
+from mpidist._timeline.observer import Observers, Span, observed
 
 _MESSAGE_ROOM: Final = 2**20
 _SENDING: Final = Call("a message to all ranks")
@@ -28,16 +28,16 @@ FROM_RANK_0: Final = "a message from rank 0"
 
 
 def _sends(
-    calls: Calls, messages: RootMessages, data: bytes
+    observers: Observers, messages: RootMessages, data: bytes
 ) -> AbstractContextManager[Any]:
     number = messages.guard.sequence + 1
-    return calls.call(len(data), messages.route, _SENDING.text, number)
+    return observers.call(len(data), messages.route, _SENDING.text, number)
 
 
 def _receives(
-    calls: Calls, messages: RootMessages, what: str = FROM_RANK_0, **_: object
+    observers: Observers, messages: RootMessages, what: str = FROM_RANK_0, **_: object
 ) -> AbstractContextManager[Any]:
-    return calls.call(0, messages.route, what, messages.guard.sequence + 1)
+    return observers.call(0, messages.route, what, messages.guard.sequence + 1)
 
 
 def _has_received(span: Span, data: bytes) -> None:

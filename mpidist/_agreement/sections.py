@@ -71,10 +71,10 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
         call: the end of the section.
         body: gets the `SectionResult`, in which it sets ``kind`` and the result.
     """
-    section, calls = SectionResult(), guard.calls
+    section, observers = SectionResult(), guard.observers
     result: Any = None
     number = guard.sequence + 1
-    observed = NOTHING if calls is None else calls.section(call.text, number)
+    observed = NOTHING if observers is None else observers.section(call.text, number)
     with observed as section.span:
         guard.enter_section()
         try:
@@ -115,7 +115,7 @@ def join(guard: Guard, call: Call, section: SectionResult) -> BaseException | No
         call: the end of the section.
         section: how it ended on this rank.
     """
-    if guard.calls is None:
+    if guard.observers is None:
         return _join(guard, call, section)
     with guard.observed(call, section.span) as span:
         found = _join(guard, call, section)
@@ -128,10 +128,10 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
     error, kind = section.error, section.kind
     if error is not None:
         guard.interrupted(call.text, error)
-    if guard.begun is not None:
+    if guard.async_calls is not None:
         if error is not None:
-            guard.begun.silence_handles()
-        failure = guard.begun.drain()
+            guard.async_calls.silence_handles()
+        failure = guard.async_calls.drain()
         error = error or failure
     if guard.blocked:
         if guard.broken:

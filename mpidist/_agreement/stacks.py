@@ -69,7 +69,7 @@ class Process:
     start: int = -1
 
 
-def look() -> dict[str, Any]:
+def rank_info() -> dict[str, Any]:
     """Return what this rank tells the others, and let it answer signals."""
     status = status_of(os.getpid())
     return {
@@ -85,18 +85,18 @@ class Stacks:
 
     Args:
         rank: this one.
-        said: what the ranks have told each other (`look`), with the names of their
-            hosts.
+        rank_infos: what the ranks have told each other (`rank_info`), with the names
+            of their hosts.
 
     Attributes:
         processes: of all ranks.
     """
 
-    def __init__(self, rank: int, said: list[dict[str, Any]]) -> None:
+    def __init__(self, rank: int, rank_infos: list[dict[str, Any]]) -> None:
         self._rank = rank
         keys = ("namespace", "pid", "stack_file", "host", "start")
         self.processes: list[Process] = [
-            Process(*(one[key] for key in keys)) for one in said
+            Process(*(info[key] for key in keys)) for info in rank_infos
         ]
 
     def report(

@@ -100,8 +100,8 @@ class Waits:
         state = self._call_state
         state.timeout = state.timeout_seconds if timeout is None else timeout
         observed: contextlib.AbstractContextManager[object] = NOTHING
-        if state.calls is not None:
-            observed = state.calls.call(0, "mpi", what, state.sequence + 1)
+        if state.observers is not None:
+            observed = state.observers.call(0, "mpi", what, state.sequence + 1)
         try:
             with observed:
                 poll(request, lambda waited: self.look(what, waited))
@@ -210,11 +210,12 @@ class Waits:
         if waited < current.waited or place != current.place:
             current = self._current = _Current(place)
         current.waited = waited
-        if state.calls is not None and not current.observed and waited >= self._stall:
+        if not current.observed and waited >= self._stall:
             current.observed = True
-            state.calls.waits(what, waited, state.sequence + 1)
-        if state.begun is not None:
-            state.begun.look()
+            if state.observers is not None:
+                state.observers.waits(what, waited, state.sequence + 1)
+        if state.async_calls is not None:
+            state.async_calls.look()
         timeout = state.timeout
         post_after = min(self._stall, timeout / 2) if timeout else self._stall
         breakdown.check_lives(what)

@@ -95,8 +95,8 @@ class AllGathers:
             arrays = [x for x, _ in pairs]
             axes = [_check_axis(x, axis, call) for x in arrays]
             alone = len(leaves) == 1 and leaves[0] is tree
-            how = (call, axis, None if alone else structure, options)
-            plan = self._find(how, structure, arrays, axes, merged)
+            call_key = (call, axis, None if alone else structure, options)
+            plan = self._find(call_key, structure, arrays, axes, merged)
         results = plan(arrays, None, merged.timeout_seconds)
         return structure.unflatten(
             [
@@ -107,7 +107,7 @@ class AllGathers:
 
     def _find(
         self,
-        how: Key,
+        call_key: Key,
         structure: nest.Structure,
         arrays: list[Array],
         axes: list[int],
@@ -119,11 +119,11 @@ class AllGathers:
         shapes = [tuple(x.shape) for x in arrays]
         around = [(s[:k], s[k + 1 :]) for s, k in zip(shapes, axes, strict=True)]
         rows = zip(arrays, around, on_device, strict=True)
-        key = tuple([(x.dtype, *sizes, where) for x, sizes, where in rows])
-        found = self._cache.find(how, key)
+        leaves_key = tuple([(x.dtype, *sizes, where) for x, sizes, where in rows])
+        found = self._cache.find(call_key, leaves_key)
         if found is not None:
             return found
-        call, axis, *_ = how
+        call, axis, *_ = call_key
         described = [
             f"{x.dtype.name} {_shape_without(shape, k)}"
             for x, shape, k in zip(arrays, shapes, axes, strict=True)
@@ -139,7 +139,7 @@ class AllGathers:
             not any(on_device) and not resources.transport_choice.decision.mixed,
         )
         made = make_plan(resources, signature)
-        self._cache.keep(how, key, made)
+        self._cache.keep(call_key, leaves_key, made)
         return made
 
 

@@ -203,7 +203,7 @@ def buckets(resources: Resources, signature: Signature) -> BucketReduce | None:
     """Return the plan of a nest on GPUs that NCCL or a CUDA-aware MPI reduces."""
     transport = signature.transports.device
     reductions = [leaf.reduction for leaf in signature.leaves if leaf.on_device]
-    if not reductions or not all(transport.takes(r.wire, r.mpi) for r in reductions):
+    if not reductions or not all(transport.supports(r.wire, r.mpi) for r in reductions):
         return None
     return BucketReduce(resources, signature, transport.name)
 

@@ -39,14 +39,14 @@ def on_node(
 ) -> EagerReduce | SharedReduce | None:
     """Return the plan of a nest of host arrays."""
     node = resources.node
-    if node is None or signature.on_device or not takes(resources, signature):
+    if node is None or signature.on_device or not supports(resources, signature):
         return None
     if _fits_header(node, signature):
         return EagerReduce(resources, signature, reduce_on_node(resources, signature))
     return SharedReduce(resources, signature, node)
 
 
-def takes(resources: Resources, signature: Signature) -> bool:
+def supports(resources: Resources, signature: Signature) -> bool:
     """Return whether the core can reduce such leaves through the memory of nodes.
 
     The answer does not depend on whether this rank has them on the host or on a GPU.

@@ -36,7 +36,7 @@ from mpidist._collectives.compression import (
     LEAST_BYTES as LEAST_COMPRESSED_BYTES,
     Compression,
 )
-from mpidist._collectives.core_routes import reduce_on_node, takes
+from mpidist._collectives.core_routes import reduce_on_node, supports
 from mpidist._collectives.nodes import Nodes
 from mpidist._collectives.plan import PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
@@ -50,7 +50,7 @@ def hierarchical(
     """Return the plan of a large nest of host arrays."""
     if resources.nodes is None or signature.on_device:
         return None
-    if not takes(resources, signature):
+    if not supports(resources, signature):
         return None
     if not has_same_bits(resources):
         return None

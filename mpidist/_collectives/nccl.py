@@ -83,7 +83,7 @@ class NcclTransport(Transport):
         self._rank = rank
         self._count = count
 
-    def takes(self, dtype: DType, op: str) -> bool:
+    def supports(self, dtype: DType, op: str) -> bool:
         """Return whether NCCL has the type and the operation."""
         return self._find(dtype, op) is not None
 

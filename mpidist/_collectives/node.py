@@ -80,7 +80,7 @@ class Node:
     piece_bytes: int
 
 
-def look(*, wanted: bool) -> dict[str, Any]:
+def rank_info(*, wanted: bool) -> dict[str, Any]:
     """Return what this rank tells the others before they share memory.
 
     Args:
@@ -97,7 +97,7 @@ def open_node(comm: Communicator) -> tuple[Node | None, str]:
     """Make shared memory on each node, if all ranks want it and can. Collective.
 
     Args:
-        comm: all ranks, which have told each other what `look` returned.
+        comm: all ranks, which have told each other what `rank_info` returned.
 
     Returns:
         This node's memory; None on all ranks if a step failed on one of them, and why
@@ -105,8 +105,8 @@ def open_node(comm: Communicator) -> tuple[Node | None, str]:
     """
     if comm.size == 1:
         return None, ""
-    core, said = _native.core, comm.said
-    found = _first([one["no_memory"] for one in said])
+    core, rank_infos = _native.core, comm.rank_infos
+    found = _first([info["no_memory"] for info in rank_infos])
     if found:
         return None, found
     largest = max(comm.node_sizes)
@@ -116,7 +116,7 @@ def open_node(comm: Communicator) -> tuple[Node | None, str]:
     alone = comm.num_nodes == 1
     area = min(area_bytes_for(size, alone=alone) for size in comm.node_sizes)
     # Results to which all ranks write are used on one node only.
-    free = min(one["free_memory"] for one in said)
+    free = min(info["free_memory"] for info in rank_infos)
     arena = arena_bytes_for(free, comm.size) if alone else 0
     total, head = core.total_bytes(comm.local_size, area, arena)
     made: tuple[int, str] | None = None

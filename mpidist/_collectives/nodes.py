@@ -94,7 +94,7 @@ def open_shared_memory(comm: Communicator) -> SharedMemory:
     """Make shared memory, if all ranks want it and can. Collective.
 
     Args:
-        comm: all ranks, which have told each other what `node.look` returned.
+        comm: all ranks, which have told each other what `node.rank_info` returned.
     """
     if threads.current() is not None:
         return SharedMemory(problem="replicas are threads", in_process=True)

@@ -16,7 +16,7 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest
 from mpidist._collectives.plan import Plan, Results
 from mpidist._collectives.resources import Resources
-from mpidist._timeline.observer import NO_ROUTE, Calls, Span
+from mpidist._timeline.observer import NO_ROUTE, Observers, Span
 
 
 class ObservedPlan(Plan):
@@ -41,9 +41,9 @@ class ObservedPlan(Plan):
         timeout: float | None = None,
     ) -> Results:
         """Run the plan; see `Plan`."""
-        calls, nbytes = self._guard.calls, sum(int(x.nbytes) for x in arrays)
-        assert calls is not None
-        with calls.call(nbytes, self.observed.route):
+        observers, nbytes = self._guard.observers, sum(int(x.nbytes) for x in arrays)
+        assert observers is not None
+        with observers.call(nbytes, self.observed.route):
             return self.observed(arrays, call, timeout)
 
 
@@ -52,7 +52,7 @@ Piece: TypeAlias = Any
 
 
 def nest_of_all(
-    calls: Calls,
+    observers: Observers,
     piece: Piece,
     tree: Nest,
     how: object = None,
@@ -61,44 +61,46 @@ def nest_of_all(
     **__: object,
 ) -> AbstractContextManager[Span]:
     """Observe a collective of the arrays of a nest."""
-    return calls.call(bytes_of(tree), _route_of(piece.resources, tree, options))
+    return observers.call(bytes_of(tree), _route_of(piece.resources, tree, options))
 
 
-def memory_for(calls: Calls, piece: Piece, tree: Nest) -> AbstractContextManager[Span]:
+def memory_for(
+    observers: Observers, piece: Piece, tree: Nest
+) -> AbstractContextManager[Span]:
     """Observe an agreement on arrays that do not move."""
-    return calls.call(bytes_of(tree), NO_ROUTE)
+    return observers.call(bytes_of(tree), NO_ROUTE)
 
 
 def values_of_ranks(
-    calls: Calls, piece: Piece, values: Any, *_: object, **__: object
+    observers: Observers, piece: Piece, values: Any, *_: object, **__: object
 ) -> AbstractContextManager[Span]:
     """Observe a collective of values, which move through host memory."""
-    return calls.call(bytes_of(values), _route_of(piece.resources, None))
+    return observers.call(bytes_of(values), _route_of(piece.resources, None))
 
 
 def values_by_mpi(
-    calls: Calls, piece: Piece, values: Any, call: str
+    observers: Observers, piece: Piece, values: Any, call: str
 ) -> AbstractContextManager[Span]:
     """Observe a collective of values that rank 0 alone gets or has."""
-    return calls.call(bytes_of(values), "mpi")
+    return observers.call(bytes_of(values), "mpi")
 
 
 def values_to_all(
-    calls: Calls, piece: Piece, values: list[Any], call: str
+    observers: Observers, piece: Piece, values: list[Any], call: str
 ) -> AbstractContextManager[Span]:
     """Observe a message of rank 0 with arrays."""
     text, number = f"arrays of {call} to all ranks", piece.resources.guard.sequence + 1
-    return calls.call(
+    return observers.call(
         bytes_of(values), _route_of(piece.resources, values), text, number
     )
 
 
 def values_from_rank_0(
-    calls: Calls, piece: Piece, call: str = FROM_RANK_0
+    observers: Observers, piece: Piece, call: str = FROM_RANK_0
 ) -> AbstractContextManager[Span]:
     """Observe the wait for a message of rank 0 with arrays."""
     number = piece.resources.guard.sequence + 1
-    return calls.call(0, _route_of(piece.resources, None), call, number)
+    return observers.call(0, _route_of(piece.resources, None), call, number)
 
 
 def has_values(span: Span, values: Nest) -> None:

@@ -293,28 +293,28 @@ class PlansOfCall(Cache[Key, Plan]):
 class PlanCache(Cache[Key, PlansOfCall]):
     """The plans of a strategy: by all but the leaves of a call, then by its leaves.
 
-    To make the key of many leaves takes time. A plan can check by itself whether arrays
+    Making the key of many leaves takes time. A plan can check by itself whether arrays
     have its signature (`Plan.attempt`), so the one that was used last is tried first.
     """
 
     def __init__(self) -> None:
         super().__init__(_MOST)
 
-    def find(self, how: Key, leaves: Key) -> Plan | None:
+    def find(self, call_key: Key, leaves_key: Key) -> Plan | None:
         """Return the plan for a call and its leaves; None if there is none yet."""
-        of_call = self.get(how)
-        found = None if of_call is None else of_call.get(leaves)
+        of_call = self.get(call_key)
+        found = None if of_call is None else of_call.get(leaves_key)
         if of_call is not None and found is not None:
             of_call.last = found
         return found
 
-    def keep(self, how: Key, leaves: Key, plan: Plan) -> None:
+    def keep(self, call_key: Key, leaves_key: Key, plan: Plan) -> None:
         """Keep a plan."""
-        known = self.get(how)
+        known = self.get(call_key)
         of_call = PlansOfCall(_MOST) if known is None else known
-        of_call[leaves] = of_call.last = plan
+        of_call[leaves_key] = of_call.last = plan
         if known is None:  # complete: the communication thread uses plans, too
-            self[how] = of_call
+            self[call_key] = of_call
 
     def plans(self) -> list[Plan]:
         """Return all plans."""
@@ -339,7 +339,7 @@ class QuickCalls:
     ) -> None:
         self.entry: Callable[..., Nest] = call
         self._calls: _native.ArrayCall = None
-        if _native.core is not None and resources.guard.calls is None:
+        if _native.core is not None and resources.guard.observers is None:
             make = _native.core.ArrayCall
             self._calls = self.entry = make(resources.guard, call, array)
 

@@ -102,7 +102,7 @@ class Plans:
         if options is not None and type(options) is not CommunicationOptions:
             return self._first_time(op, tree, options, call, root)  # which refuses it
         kind = type(tree)
-        how: Key
+        call_key: Key
         if kind in _NUMBERS:
             x = np.asarray(tree)
             of_call = self.cache.get((call, op._name_, options, root, kind))
@@ -111,8 +111,8 @@ class Plans:
             timeout = None if options is None else self._timeout_of(options)
             return _as_number(of_call.last([x], None, timeout)[0], kind)
         if kind is np.ndarray:
-            how = (call, op._name_, options, root, None)
-            of_call = self.cache.get(how)
+            call_key = (call, op._name_, options, root, None)
+            of_call = self.cache.get(call_key)
             plan = None if of_call is None else of_call.get((tree.dtype, tree.shape))
             if plan is None:
                 return self._first_time(op, tree, options, call, root)
@@ -126,13 +126,13 @@ class Plans:
         except Exception:  # `_first_time` raises it again, on all ranks
             return self._first_time(op, tree, options, call, root)
         if {*map(type, leaves)} == _ARRAYS:
-            how = (call, op._name_, options, root, structure)
-            of_call = self.cache.get(how)
+            call_key = (call, op._name_, options, root, structure)
+            of_call = self.cache.get(call_key)
             if of_call is not None:
                 results = of_call.last.attempt(leaves, timeout)
                 if results is not None:
                     return structure.unflatten(results)
-            plan = self.cache.find(how, _describe(leaves))
+            plan = self.cache.find(call_key, _key_of(leaves))
             if plan is not None:
                 return structure.unflatten(plan(leaves, None, timeout))
         return self._first_time(op, tree, options, call, root)
@@ -159,8 +159,8 @@ class Plans:
                 pairs = [backend.as_array(leaf, call) for leaf in leaves]
                 arrays = [array for array, _ in pairs]
                 form = _form_of(tree, structure, arrays)
-                how = (call, op._name_, options, root, form)
-                plan = self._find(how, op, structure, arrays, call, merged, root)
+                call_key = (call, op._name_, options, root, form)
+                plan = self._find(call_key, op, structure, arrays, call, merged, root)
         if has_slices:  # collective: what it raises, all ranks know already
             return self._reduce_slices(op, leaves, structure, options, call, root)
         results = plan(arrays, None, merged.timeout_seconds)
@@ -216,13 +216,13 @@ class Plans:
     def find(self, op: ReduceOp, arrays: list[Array], call: str) -> Plan:
         """Return the plan for a list of arrays. Not collective."""
         structure = nest.flatten(arrays)[1]
-        how = (call, op._name_, None, None, structure)
+        call_key = (call, op._name_, None, None, structure)
         options = self._resources.options
-        return self._find(how, op, structure, arrays, call, options, None)
+        return self._find(call_key, op, structure, arrays, call, options, None)
 
     def _find(
         self,
-        how: Key,
+        call_key: Key,
         op: ReduceOp,
         structure: nest.Structure,
         arrays: list[Array],
@@ -230,19 +230,21 @@ class Plans:
         options: CommunicationOptions,
         root: int | None,
     ) -> Plan:
-        described = _describe(arrays)
-        plan = self.cache.find(how, described)
+        leaves_key = _key_of(arrays)
+        plan = self.cache.find(call_key, leaves_key)
         if plan is None:
             signature = self._sign(op, structure, arrays, call, options, root)
             plan = self._make(signature)
-            self.cache.keep(how, described, plan)
+            self.cache.keep(call_key, leaves_key, plan)
         return plan
 
     def _make(self, signature: Signature) -> Plan:
         resources = self._resources
         # One is found, since the last route takes everything.
         plan = next(filter(None, (route(resources, signature) for route in ROUTES)))
-        return plan if resources.guard.calls is None else ObservedPlan(resources, plan)
+        return (
+            plan if resources.guard.observers is None else ObservedPlan(resources, plan)
+        )
 
     def _sign(
         self,
@@ -288,8 +290,8 @@ class Plans:
         )
 
 
-def _describe(arrays: list[Array]) -> Key:
-    """Return what is known of leaves before their values."""
+def _key_of(arrays: list[Array]) -> Key:
+    """Return the key of leaves: what is known of them before their values."""
     found: list[object] = []
     for x in arrays:
         found += (x.dtype, x.shape)

@@ -20,7 +20,7 @@ from mpidist._collectives.staged import StagedTransport
 from mpidist._collectives.transport_choice import (
     Finding,
     TransportChoice,
-    look,
+    find_transports,
 )
 from mpidist._collectives.transports import DirectTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
@@ -123,13 +123,15 @@ class Resources:
 
     def observing(self, kind: type[_R]) -> type[_R]:
         """Return a class, or one that is observed, if calls are."""
-        calls = self.guard.calls
-        return kind if calls is None else calls.observing(kind)
+        observers = self.guard.observers
+        return kind if observers is None else observers.observing(kind)
 
-    def look_for_devices(self) -> Finding:
+    def find_transports(self) -> Finding:
         """Return what this rank finds of how its GPU buffers can move."""
         wanted, host = self._resolve(self.options.implementation), self.comm.host_names
-        return look(wanted, self.device, host[self.comm.rank], self.environment)
+        return find_transports(
+            wanted, self.device, host[self.comm.rank], self.environment
+        )
 
     def decide_devices(
         self, findings: Sequence[Finding], timeout_seconds: float
@@ -137,7 +139,7 @@ class Resources:
         """Choose, with all ranks, how GPU buffers move. Collective, and once.
 
         Args:
-            findings: of `look_for_devices` on all ranks.
+            findings: of `find_transports` on all ranks.
             timeout_seconds: how long NCCL may take to connect the ranks; 0: no limit.
 
         Raises:

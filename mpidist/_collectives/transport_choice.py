@@ -79,7 +79,7 @@ class Decision:
     missing: str = ""
 
 
-def look(
+def find_transports(
     wanted: CommunicationImplementation,
     device: gpus.Device,
     host_name: str,

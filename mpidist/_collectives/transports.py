@@ -29,7 +29,7 @@ class Transport:
 
     name: str
 
-    def takes(self, dtype: DType, op: str) -> bool:
+    def supports(self, dtype: DType, op: str) -> bool:
         """Return whether it reduces buffers of a dtype with an operation of MPI."""
         return False
 
@@ -78,7 +78,7 @@ class DirectTransport(Transport):
         self._channel = channel
         self._guard = guard
 
-    def takes(self, dtype: DType, op: str) -> bool:
+    def supports(self, dtype: DType, op: str) -> bool:
         """Return True."""
         return True
 

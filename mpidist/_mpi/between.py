@@ -50,7 +50,7 @@ _TESTS_CROWDED: Final = 4
 _numbers = itertools.count(1)
 
 
-def look() -> dict[str, Any]:
+def rank_info() -> dict[str, Any]:
     """Return what a rank tells the others before they exchange headers."""
     return {"persistent": _has_persistent(), "number": next(_numbers)}
 
@@ -79,7 +79,7 @@ class CoreHeaders:
 
     Args:
         comm: an mpi4py intra-communicator.
-        said: what the ranks have told each other (`look`).
+        rank_infos: what the ranks have told each other (`rank_info`).
         crowded: whether there are more ranks than cores.
 
     Attributes:
@@ -88,7 +88,7 @@ class CoreHeaders:
     """
 
     def __init__(
-        self, comm: MpiComm, said: list[dict[str, Any]], *, crowded: bool
+        self, comm: MpiComm, rank_infos: list[dict[str, Any]], *, crowded: bool
     ) -> None:
         mpi, size = mpi_module(), comm.Get_size()
         merges, element = size > FEW, LINE + ROOM
@@ -100,14 +100,14 @@ class CoreHeaders:
         self.name: str = f"I{name}"
         self._made: list[Any] = [datatype] if op is None else [datatype, op]
         request = None
-        if all(one["persistent"] for one in said):
+        if all(info["persistent"] for info in rank_infos):
             name = f"{name.capitalize()}_init"
             arguments = [sent, 1, datatype], [received, 1, datatype]
             request = getattr(comm, name)(*arguments, *self._made[1:])
             self.name = f"Start of {name}"
             self._made.append(request)
         # The largest number that some rank has reached: no rank has used it yet.
-        number = max(one["number"] for one in said)
+        number = max(info["number"] for info in rank_infos)
         while next(_numbers) < number:
             pass
         functions, status = ctypes.CDLL(mpi.__file__), mpi.Status()

@@ -67,7 +67,7 @@ class Communicator(AnyCommunicator):
         node_sizes: the number of ranks of each node.
         crowded: whether a machine has more ranks than cores; the same on all ranks.
         buffers: the collectives of this communicator, without its statistics.
-        said: what each rank has said of itself.
+        rank_infos: what each rank has told the others of itself.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Communicator(AnyCommunicator):
             allreduce: how the user wants sums between nodes to be made. If ranks say
                 different ones, all take the same, until they are compared.
             about: returns what else this rank tells the others of itself
-                (``said``), as JSON has it.
+                (``rank_infos``), as JSON has it.
 
         Raises:
             ValueError: on all ranks, if one of them has a problem.
@@ -109,7 +109,7 @@ class Communicator(AnyCommunicator):
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
 
-        def look() -> dict[str, Any]:
+        def rank_info() -> dict[str, Any]:
             host = mpi_module().Get_processor_name()
             return {
                 "host": host,
@@ -119,18 +119,18 @@ class Communicator(AnyCommunicator):
                 "allreduce": allreduce or (0, 0),
                 "key": os.urandom(_KEY_BYTES).hex(),
                 "unused": collective_release.unused(),
-                **between.look(),
+                **between.rank_info(),
                 **about(),
             }
 
-        text = versions.write(problem, look)
+        text = versions.write(problem, rank_info)
         texts = versions.exchange(self._comm, waiter.wait, text)
-        said, error = versions.judge(self.rank, texts)
+        rank_infos, error = versions.judge(self.rank, texts)
         if error is not None:  # all ranks raise it
             self._comm.Free()
             raise error
-        self.said: list[dict[str, Any]] = said
-        gathers, in_flight = max(one["allreduce"] for one in said)
+        self.rank_infos: list[dict[str, Any]] = rank_infos
+        gathers, in_flight = max(info["allreduce"] for info in rank_infos)
         self._message = memoryview(bytearray(_LENGTH.size + MESSAGE_BYTES))
         self._words = np.zeros((self.size + 1, _WORDS), np.int64)
         self._algorithm: Algorithm | None = None
@@ -139,36 +139,36 @@ class Communicator(AnyCommunicator):
                 AllReduceChoice(bool(gathers), in_flight)
             )
         self.buffers: BufferCollectives = self._new_buffers(self._comm)
-        self._find_node(said)
-        self.identity = said[0]["key"]
+        self._find_node(rank_infos)
+        self.identity = rank_infos[0]["key"]
         self._resource = collective_release.CollectiveResource(
             self.identity, self.size, self._in_use, self._free, self._is_orphan
         )
         collective_release.release_unused(
-            self._gather_objects, [one["unused"] for one in said]
+            self._gather_objects, [info["unused"] for info in rank_infos]
         )
 
     def _new_buffers(self, comm: MpiComm) -> BufferCollectives:
         count = self.traffic.count_mpi
         return BufferCollectives(comm, self._waiter, count, self._algorithm)
 
-    def _find_node(self, said: list[dict[str, Any]]) -> None:
+    def _find_node(self, rank_infos: list[dict[str, Any]]) -> None:
         """Find this rank's place on its machine, and on its node. Not collective."""
-        self.host_names = [one["host"] for one in said]
+        self.host_names = [info["host"] for info in rank_infos]
         machines: dict[str, list[int]] = {}
-        for rank, one in enumerate(said):
-            machines.setdefault(one["machine"], []).append(rank)
+        for rank, info in enumerate(rank_infos):
+            machines.setdefault(info["machine"], []).append(rank)
         self.crowded: bool = any(
-            len(ranks) > said[rank]["cores"]
+            len(ranks) > rank_infos[rank]["cores"]
             for ranks in machines.values()
             for rank in ranks
         )
-        ranks = machines[said[self.rank]["machine"]]
+        ranks = machines[rank_infos[self.rank]["machine"]]
         self.machine_rank: int = ranks.index(self.rank)
         self.machine_size = len(ranks)
         if self.machine_size < self.size:
             give_launcher_time(_LAUNCHER_SECONDS)
-        most = max(one["simulated_nodes"] for one in said)
+        most = max(info["simulated_nodes"] for info in rank_infos)
         nodes: dict[tuple[int, int], list[int]] = {}
         for ranks in machines.values():
             for k, rank in enumerate(ranks):
@@ -185,9 +185,9 @@ class Communicator(AnyCommunicator):
 
     def open_headers(self) -> StartHeader | _native.Between:
         """Return what exchanges headers by MPI. It is freed with this communicator."""
-        if not all(one["core"] for one in self.said):
+        if not all(info["core"] for info in self.rank_infos):
             return self._start_header
-        headers = between.CoreHeaders(self._comm, self.said, crowded=self.crowded)
+        headers = between.CoreHeaders(self._comm, self.rank_infos, crowded=self.crowded)
         self._to_free.append(headers.free)
         self.traffic.add_core_calls(headers.calls)
         self._channel = headers.channel

@@ -98,12 +98,12 @@ def describe() -> dict[str, str]:
     }
 
 
-def write(problem: str = "", look: Callable[[], dict[str, Any]] = dict) -> bytes:
+def write(problem: str = "", more: Callable[[], dict[str, Any]] = dict) -> bytes:
     """Return the text that this rank sends.
 
     Args:
         problem: why it cannot take part, which all ranks then raise; "": it can.
-        look: returns what else the rank says of itself, as JSON has it.
+        more: returns what else the rank says of itself, as JSON has it.
     """
     must: dict[str, str] = {}
     about: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def write(problem: str = "", look: Callable[[], dict[str, Any]] = dict) -> bytes
         about = {
             "core": _native.available(),
             "floats": floating_point_state(),
-            **look(),
+            **more(),
         }
     except Exception as error:  # a library that does not load, on this rank only
         problem = problem or f"{type(error).__name__}: {error}"
@@ -163,11 +163,11 @@ def judge(
         of None, a ValueError (a rank has a problem) and a CollectiveMismatchError.
     """
     ranks = [_read(text) for text in texts]
-    said = [one.about for one in ranks]
+    rank_infos = [one.about for one in ranks]
     for other, one in enumerate(ranks):
         if one.problem:
             message = f"{_CALL}: rank {other} cannot take part: {one.problem}"
-            return said, ValueError(on_rank(rank, message))
+            return rank_infos, ValueError(on_rank(rank, message))
     lines = _differences(ranks)
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
@@ -176,13 +176,13 @@ def judge(
             f"together:\n{listed}\nFunctions, arrays and headers are sent in forms "
             f"that depend on it; {ADVICE}. `mpidist check` compares them"
         )
-        return said, CollectiveMismatchError(on_rank(rank, message))
-    floats = floats_that_differ([one.get("floats", "") for one in said])
+        return rank_infos, CollectiveMismatchError(on_rank(rank, message))
+    floats = floats_that_differ([one.get("floats", "") for one in rank_infos])
     if rank == 0 and floats:
         reporting.warn(f"mpidist: {floats}")
     if rank == 0:
-        _tell_without_core(said)
-    return said, None
+        _tell_without_core(rank_infos)
+    return rank_infos, None
 
 
 def _read(text: bytes) -> _Rank:
@@ -255,10 +255,10 @@ def floats_that_differ(states: list[str]) -> str:
     )
 
 
-def _tell_without_core(said: list[dict[str, Any]]) -> None:
+def _tell_without_core(rank_infos: list[dict[str, Any]]) -> None:
     """Warn the user if the native core is missing on some ranks only."""
-    lacking = ranks_by([one["core"] for one in said]).get(False, [])
-    if len(lacking) in (0, len(said)):
+    lacking = ranks_by([one["core"] for one in rank_infos]).get(False, [])
+    if len(lacking) in (0, len(rank_infos)):
         return
     verb = "has" if len(lacking) == 1 else "have"
     reporting.warn(

@@ -56,11 +56,11 @@ def begin_async(
         raise guard.breakdown.error()
     at_once = at_once or not _has_thread(group)
     handle = CollectiveHandle(guard, name, make, warns, check)
-    if guard.begun is None:
-        guard.begun = AsyncCalls(guard)
+    if guard.async_calls is None:
+        guard.async_calls = AsyncCalls(guard)
         # Where this process does not wait for the ends of the others, a call may be
         # under way that they never make.
         waits = guard in job_end.guards.get()
         process_exit.before_end(guard.settle if waits else guard.raise_failure)
-    guard.begun.begin(handle, at_once=at_once)
+    guard.async_calls.begin(handle, at_once=at_once)
     return handle

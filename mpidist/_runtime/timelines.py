@@ -26,7 +26,7 @@ from mpidist._base.errors import format_ranks
 from mpidist._mpi import library
 from mpidist._mpi.communicator import Communicator
 from mpidist._runtime import process_exit
-from mpidist._timeline.observer import Calls, Observer
+from mpidist._timeline.observer import Observer, Observers
 from mpidist._timeline.recorder import Recorder
 from mpidist._timeline.trace import Lines
 
@@ -108,7 +108,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     recording.end()
 
 
-def observe(communicator: Communicator, environment: Environment) -> Calls | None:
+def observe(communicator: Communicator, environment: Environment) -> Observers | None:
     """Return what observes a strategy that is made now; None: nothing does.
 
     Args:
@@ -126,7 +126,7 @@ def observe(communicator: Communicator, environment: Environment) -> Calls | Non
     if recording is not None:
         recording.add_strategy(number, communicator.identity, rank, size)
         observers.append(recording)
-    return Calls(observers, number)
+    return Observers(observers, number)
 
 
 def begin(path: str, communicator: Communicator, guard: Guard) -> None:

@@ -413,10 +413,10 @@ class ReplicaContext:
                 require_scope("merge_call")
                 with context.entered(group.cross_frame):
                     return merge_fn(self.strategy, *args, **kwargs)
-            calls = group.guard.calls
-            if calls is None:
+            observers = group.guard.observers
+            if observers is None:
                 return merge_call(group, merge_fn, args, kwargs)
-            with calls.whole("merge_call", merge_fn, group.guard):
+            with observers.whole("merge_call", merge_fn, group.guard):
                 return merge_call(group, merge_fn, args, kwargs)
         except BaseException as error:
             interruptions.left(group, "merge_call", error)

@@ -147,7 +147,7 @@ def _connect(
             environment.simulated_nodes,
             problem,
             environment.allreduce,
-            lambda: {**node.look(wanted=wanted), **stacks.look()},
+            lambda: {**node.rank_info(wanted=wanted), **stacks.rank_info()},
         )
     except BaseException as error:
         raise waits.failed(error) from error.__cause__
@@ -188,14 +188,13 @@ def _make_guard(
     """
     shared = None if memory.node is None else memory.node.channel
     channel = open_channel(communicator, shared)
-    calls = timelines.observe(communicator, environment)
     guard = Guard(
         communicator,
         channel,
         timeout_seconds=waits.seconds,
         stall_seconds=environment.stall_seconds,
     )
-    guard.calls = calls
+    guard.observers = timelines.observe(communicator, environment)
     is_process = threads.current() is None
     if is_process:
         guard.waits.watchdog.end = process_exit.end_at_deadline
@@ -203,7 +202,7 @@ def _make_guard(
             guard.breakdown.when_timed_out = process_exit.end_at_deadline
     waits.guard = guard
     if is_process and communicator.size > 1:
-        replicas = stacks.Stacks(communicator.rank, communicator.said)
+        replicas = stacks.Stacks(communicator.rank, communicator.rank_infos)
         guard.waits.ask_missing_ranks(replicas)
     forked_child.close_in_children(guard)
 
@@ -243,11 +242,11 @@ def _make_collectives(
         )
         chosen.activate()
         make = Collectives
-        if guard.calls is not None:
-            make = guard.calls.observing(Collectives)
+        if guard.observers is not None:
+            make = guard.observers.observing(Collectives)
             timelines.begin(environment.timeline, communicator, guard)
         collectives = make(communicator, guard, options, environment, chosen, memory)
-        finding = collectives.resources.look_for_devices()
+        finding = collectives.resources.find_transports()
     text = _describe(collectives, arguments.cross_device_ops, checks)
     mine = pickle.dumps((finding, sums))
     same = guard.agree_on(mismatch.Call(text), fingerprint_of_bytes(mine))

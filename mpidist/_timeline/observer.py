@@ -2,17 +2,18 @@
 
 An `Observer` is told when a call of this rank begins and ends, and when it waits long.
 There are two: `trace.Lines` (``MPIDIST_TRACE``) and `recorder.Recorder` (timelines).
-`Calls` tells them. A strategy without an observer has no `Calls`.
+`Observers` tells them. A strategy without an observer has no `Observers`.
 
 Methods say themselves how they are observed: `observed` marks them with a context in
 which they then run, and changes nothing else, so a strategy without an observer pays
-nothing. `Calls.observing` makes the class whose marked methods run in their contexts:
-the guard, the collectives and the messages of an observed strategy are of such classes.
+nothing. `Observers.observing` makes the class whose marked methods run in their
+contexts: the guard, the collectives and the messages of an observed strategy are of
+such classes.
 
 A call is observed from its begin on this rank until it returns, with the wait for the
-others. The code that knows its bytes and its route opens it (`Calls.call`); the guard
-names it, by the text that its own messages have. What a call does inside, such as the
-header of a broadcast, is part of it. A *section*, such as `run`, has calls inside,
+others. The code that knows its bytes and its route opens it (`Observers.call`); the
+guard names it, by the text that its own messages have. What a call does inside, such as
+the header of a broadcast, is part of it. A *section*, such as `run`, has calls inside,
 which are observed by themselves, and ends with a call.
 """
 
@@ -111,7 +112,7 @@ class Observer(Protocol):
 
 
 Opens = Callable[..., AbstractContextManager[Any]]
-"""Gets the `Calls` and a method's arguments; returns the context of the method."""
+"""Gets the `Observers` and a method's arguments; returns the context of the method."""
 
 Returns = Callable[[Any, Any], None]
 """Gets what the context gave (a `Span`, or None), and the result of the method."""
@@ -144,7 +145,7 @@ class _Here(threading.local):
     begun: bool = False
 
 
-class Calls:
+class Observers:
     """Tells observers of the calls of one strategy on this rank.
 
     Args:

@@ -203,7 +203,7 @@ def test_copies(comm, most, dtype):
 
 def said_on(comm: Any, kind: str) -> list[dict[str, Any]]:
     """Return what ranks say of themselves, of which one may have an older MPI."""
-    mine = between.look()
+    mine = between.rank_info()
     mine["persistent"] &= kind == "new" or comm.Get_rank() > 0
     return list(comm.allgather(mine))
 

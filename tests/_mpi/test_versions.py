@@ -197,7 +197,7 @@ def test_ranks_that_differ_raise_together(who, name, strategy, rank, size, monke
     # The duplicate was given back, and there is nothing that is left over.
     assert everywhere(collective_release.count()) == before
     later = mpidist.MPIStrategy()
-    assert group_of(later).communicator.said[0]["core"] == _native.available()
+    assert group_of(later).communicator.rank_infos[0]["core"] == _native.available()
     later.close()
 
 

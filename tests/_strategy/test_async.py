@@ -295,7 +295,7 @@ def test_a_handle_that_is_dropped_warns_once(new_strategy):
     assert {(w.category, w.filename) for w in found} <= {(RuntimeWarning, __file__)}
     assert all("without `result()`" in str(w.message) for w in found)
     assert sum(everywhere(len(found))) >= 1
-    assert group_of(strategy).guard.begun.has_warned
+    assert group_of(strategy).guard.async_calls.has_warned
     assert_usable(strategy)
 
 

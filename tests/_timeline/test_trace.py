@@ -22,7 +22,7 @@ import mpidist
 from mpidist._agreement.guard import Guard
 from mpidist._collectives.collectives import Collectives
 from mpidist._strategy.strategy import group_of
-from mpidist._timeline.observer import Calls
+from mpidist._timeline.observer import Observers
 from mpidist._timeline.trace import Lines
 from mpidist.testing import each_replica
 
@@ -373,7 +373,7 @@ for one in (strategy, mpidist.MPIStrategy()):
 
 
 def calls_with_lines():
-    return Calls([Lines(0, 1, 1, begins=False)], 1)
+    return Observers([Lines(0, 1, 1, begins=False)], 1)
 
 
 @pytest.fixture
