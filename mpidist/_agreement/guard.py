@@ -153,12 +153,10 @@ class Guard(CallState):
             call: what this rank is about to do.
             timeout: seconds to wait for the others; None: the strategy's.
         """
-        if not self.enabled:
+        if self.enabled:
+            self.agree_on(call, timeout=timeout)
+        else:
             self.enter(call, timeout)
-            return
-        with NOTHING if self.observers is None else self.observed(call):
-            if not self.exchange(call, timeout=timeout):
-                raise self.reports.exchange(call)[0]
 
     def agree_on(
         self,

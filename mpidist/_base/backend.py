@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -186,6 +186,21 @@ def restore(array: Array, kind: LeafKind) -> Nest:
     if kind == "number":
         return array.item()
     return array[()] if kind == "scalar" else as_given(array, kind)
+
+
+def restore_all(
+    arrays: Iterable[Array], pairs: Sequence[tuple[Array, LeafKind]]
+) -> list[Nest]:
+    """Return `restore` of arrays with the shapes of leaves; None if there is none.
+
+    Args:
+        arrays: one for each leaf, or None.
+        pairs: what `as_array` returned for the leaves.
+    """
+    return [
+        None if x is None else restore(x, kind)
+        for x, (_, kind) in zip(arrays, pairs, strict=True)
+    ]
 
 
 def copied(x: Nest, call: str) -> Nest:

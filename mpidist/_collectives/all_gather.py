@@ -98,12 +98,7 @@ class AllGathers:
             call_key = (call, axis, None if alone else structure, options)
             plan = self._find(call_key, structure, arrays, axes, merged)
         results = plan(arrays, None, merged.timeout_seconds)
-        return structure.unflatten(
-            [
-                backend.as_given(x, kind)
-                for x, (_, kind) in zip(results, pairs, strict=True)
-            ]
-        )
+        return structure.unflatten(backend.restore_all(results, pairs))
 
     def _find(
         self,

@@ -68,14 +68,6 @@ class Collectives(Copies):
         self.resources.decide_devices(findings, timeout_seconds)
         self._forget()
 
-    def close(self) -> None:
-        """Release the resources of the GPU transports. Collective."""
-        self.resources.transport_choice.close()
-
-    def abandon(self) -> None:
-        """Do what `close` does, without the ranks that are lost. Not collective."""
-        self.resources.transport_choice.abandon()
-
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
         self.resources.release()

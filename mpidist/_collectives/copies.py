@@ -105,12 +105,7 @@ class Copies:
         with resources.guard.payload():
             for x in results:
                 transports.of(x).broadcast(backend.as_bytes(x), root)
-        return structure.unflatten(
-            [
-                backend.restore(x, kind)
-                for x, (_, kind) in zip(results, pairs, strict=True)
-            ]
-        )
+        return structure.unflatten(backend.restore_all(results, pairs))
 
     @observed(values_of_ranks, has_values)
     @timed

@@ -164,12 +164,7 @@ class Plans:
         if has_slices:  # collective: what it raises, all ranks know already
             return self._reduce_slices(op, leaves, structure, options, call, root)
         results = plan(arrays, None, merged.timeout_seconds)
-        return structure.unflatten(
-            [
-                None if x is None else backend.restore(x, kind)
-                for x, (_, kind) in zip(results, pairs, strict=True)
-            ]
-        )
+        return structure.unflatten(backend.restore_all(results, pairs))
 
     def _reduce_slices(
         self,

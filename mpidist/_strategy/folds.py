@@ -86,9 +86,7 @@ def fold(
         return results
 
     results = run_section(group.guard, Call(f"{call}, the function"), body)
-    return structure.unflatten(
-        [backend.restore(x, kind) for x, (_, kind) in zip(results, pairs, strict=True)]
-    )
+    return structure.unflatten(backend.restore_all(results, pairs))
 
 
 def reduce_with(

@@ -102,17 +102,18 @@ class MPIStrategy(Strategy):
         """
         group = self._group
         guard, collectives = group.guard, group.collectives
+        transports = collectives.resources.transport_choice
         lost = guard.breakdown.state is State.LOST
         if guard.broken and not lost:
             return
         context.require_cross_replica(group, "MPIStrategy.close")
         if lost:
-            finish = collectives.abandon
+            finish = transports.abandon
         else:
             if group.unfinished is not None:
                 group.unfinished("MPIStrategy.close")
             guard.agree(mismatch.Call("MPIStrategy.close"))
-            finish = collectives.close
+            finish = transports.close
         with guard.payload():  # the others wait for this rank until all are here
             note_closed(group)
             finish()
