@@ -31,8 +31,8 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from mpidist import _native
 from mpidist._agreement.polling import YIELD_SECONDS, YIELD_SECONDS_FOR_DATA, poll
-from mpidist._mpi.any_communicator import Request
 from mpidist._mpi.communicator import Communicator, StartHeader
+from mpidist._mpi.requests import Request
 
 OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1

@@ -11,12 +11,11 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.polling import poll
 from mpidist._base.errors import CollectiveTimeoutError, ReplicaLostError, format_ranks
 from mpidist._mpi import survival
-from mpidist._mpi.any_communicator import Request
-from mpidist._mpi.buffers import Transfer
+from mpidist._mpi.requests import Request, Transfer
 
 
 class CommunicatorWaits:
-    """Waits for the requests of a communicator: a `mpidist._mpi.buffers.Waiter`.
+    """Waits for the requests of a communicator: a `mpidist._mpi.requests.Waiter`.
 
     While a strategy is set up each wait has a time limit. The guard, which needs the
     communicator and so is made after it, then takes over.

@@ -20,7 +20,8 @@ from typing import Final, Literal, TypeAlias
 
 from mpidist._agreement.mismatch import describe_groups
 from mpidist._base.errors import format_ranks
-from mpidist._mpi.any_communicator import AnyCommunicator, Request
+from mpidist._mpi.any_communicator import AnyCommunicator
+from mpidist._mpi.requests import Request
 
 # How long a rank that has given up waits at its end: for ranks that may be saving, for
 # those that did not come to a call, and for those that stopped in the middle of one.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from mpidist._mpi.any_communicator import Request
+from mpidist._mpi.requests import Request
 
 LOOK_SECONDS: Final = 0.05
 """The time between two looks."""

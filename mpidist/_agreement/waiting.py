@@ -28,8 +28,8 @@ from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll
 from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.watchdog import Watchdog
 from mpidist._base import reporting
-from mpidist._mpi.any_communicator import AnyCommunicator, Request
-from mpidist._mpi.buffers import Transfer
+from mpidist._mpi.any_communicator import AnyCommunicator
+from mpidist._mpi.requests import Request, Transfer
 from mpidist._timeline.observer import NOTHING
 
 _T = TypeVar("_T")

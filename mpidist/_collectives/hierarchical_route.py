@@ -40,8 +40,9 @@ from mpidist._collectives.core_routes import reduce_on_node, supports
 from mpidist._collectives.nodes import Nodes
 from mpidist._collectives.plan import PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
-from mpidist._mpi.buffers import BufferCollectives, Transfer
+from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.ops import host_op
+from mpidist._mpi.requests import Transfer
 
 
 def hierarchical(

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from mpidist._base.errors import as_told, on_rank
 from mpidist._base.reduce_op import MPIOp
-from mpidist._mpi.buffers import Buffer, Transfer
+from mpidist._mpi.buffers import Buffer
+from mpidist._mpi.requests import Request, Transfer
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")
@@ -18,20 +19,6 @@ _T = TypeVar("_T")
 
 MESSAGE_BYTES: Final = 1016
 """The most bytes of a message that is sent at once (`start_message`)."""
-
-
-class Request(Protocol):
-    """A non-blocking operation that was started."""
-
-    def Test(self) -> bool:  # noqa: N802 - mpi4py's name
-        """Return whether it has completed, and make progress."""
-
-    def leak(self) -> None:
-        """Leak its buffers: it is abandoned, and MPI may still use them."""
-
-    @property
-    def result(self) -> Any:
-        """What it returns, once it has completed."""
 
 
 class AnyCommunicator:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -30,79 +30,10 @@ from mpidist._mpi.allreduce_algorithm import (
     fastest_algorithm,
 )
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
+from mpidist._mpi.requests import Transfer, Waiter
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
-
-
-class Transfer:
-    """A request of MPI in progress, with the buffers that it uses.
-
-    mpi4py's requests do not keep the buffers alive: with Open MPI the sum of a
-    temporary array was wrong once it had been collected (mpi4py 4.1.2).
-
-    Args:
-        test: the method of mpi4py's request.
-        buffers: what the request reads and writes.
-        read: returns what was received; None: the caller has the buffer.
-
-    Attributes:
-        Test: returns whether it has completed, and makes progress.
-    """
-
-    __slots__ = ("Test", "_buffers", "_read")
-
-    def __init__(
-        self,
-        test: Callable[[], bool],
-        buffers: Any,
-        read: Callable[[], Any] | None = None,
-    ) -> None:
-        self.Test = test
-        self._buffers = buffers
-        self._read = read
-
-    def tests_first_by(self, test: Callable[[], bool]) -> None:
-        """Replace the first test by ``test``, which polls for a while in C.
-
-        So a short wait ends before `polling.poll` looks at its clock.
-        """
-        usual = self.Test
-
-        def first() -> bool:
-            self.Test = usual
-            return test()
-
-        self.Test = first
-
-    @property
-    def result(self) -> Any:
-        """What was received, once it has completed."""
-        return None if self._read is None else self._read()
-
-    def leak(self) -> None:
-        """Leak the buffers: MPI may still use them."""
-        leak(self)
-
-
-class Waiter(Protocol):
-    """What waits for the requests of a communicator, with a deadline."""
-
-    def wait(self, request: Any, what: str) -> None:
-        """Wait until a request (`Request`) has completed."""
-
-    @property
-    def broken(self) -> str:
-        """Why messages may never complete; "" while they will."""
-
-    def wait_data(self, transfer: Transfer) -> None:
-        """Wait until collectives have completed."""
-
-    def block(self, call: Callable[[], object]) -> None:
-        """Make a call of MPI that blocks, under a watchdog."""
-
-    def failed(self, error: BaseException) -> BaseException:
-        """Return what to raise in place of an exception of MPI."""
 
 
 class BufferCollectives:

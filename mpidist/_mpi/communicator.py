@@ -37,11 +37,11 @@ from mpidist._mpi.allreduce_algorithm import Algorithm, chosen_algorithm
 from mpidist._mpi.any_communicator import (
     MESSAGE_BYTES,
     AnyCommunicator as AnyCommunicator,
-    Request,
 )
-from mpidist._mpi.buffers import Buffer, BufferCollectives, Transfer, Waiter, split
+from mpidist._mpi.buffers import Buffer, BufferCollectives, split
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
+from mpidist._mpi.requests import Request, Transfer, Waiter
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")

@@ -17,8 +17,9 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
 from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
-from mpidist._mpi.any_communicator import AnyCommunicator, Request
+from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.buffers import Buffer
+from mpidist._mpi.requests import Request
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending, Round
 

@@ -28,7 +28,7 @@ from mpidist import _native
 from mpidist._collectives import hierarchical_route, nodes as engine_nodes
 from mpidist._mpi import between, buffers
 from mpidist._mpi.allreduce_algorithm import NEVER, Algorithm
-from mpidist._mpi.buffers import Transfer
+from mpidist._mpi.requests import Transfer
 from mpidist._strategy.strategy import group_of
 
 Options = mpidist.experimental.CommunicationOptions
