@@ -303,16 +303,16 @@ class Breakdown:
         return self.gave_up and not self.notices.all_ended
 
     def wait_for_ends(
-        self, patience: float | None = None, end: End = "ends"
+        self, timeout: float | None = None, end: End = "ends"
     ) -> Iterator[None]:
         """After giving up, at the end of this program: wait for the ends of the others.
 
         Yields while it waits.
 
         Args:
-            patience: seconds to wait; None: as long as they may need.
+            timeout: seconds to wait; None: as long as they may need.
             end: what this rank tells the others.
         """
         if self.state is State.LOST and self._comm.outlives_ranks:
             return iter(())
-        return self.notices.wait_for_ends(self._call_state.sequence, patience, end)
+        return self.notices.wait_for_ends(self._call_state.sequence, timeout, end)

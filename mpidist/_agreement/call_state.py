@@ -63,7 +63,7 @@ class CallState(_CoreCallState):
         return self.sections[-1] if self.sections else None
 
     @property
-    def patience_ms(self) -> int:
+    def timeout_ms(self) -> int:
         """The default time-out of calls in milliseconds; 0: they wait forever."""
         return int(self.timeout_seconds * 1000)
 

@@ -38,7 +38,7 @@ OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1
 
 _UNLIMITED: Final = 2**61  # milliseconds
-_FLAG, _FINGERPRINT, _VALUE, _LARGEST, _PATIENCE, _LATENESS = range(6)
+_FLAG, _FINGERPRINT, _VALUE, _LARGEST, _TIMEOUT, _LATENESS = range(6)
 
 
 class LeftError(Exception):
@@ -88,7 +88,7 @@ class Channel(Protocol):
         fingerprint: int,
         value: int,
         largest: int,
-        patience_ms: int,
+        timeout_ms: int,
         offset: int,
         /,
     ) -> int:
@@ -99,7 +99,7 @@ class Channel(Protocol):
             fingerprint: of the call.
             value: an integer that may differ.
             largest: an integer of which all ranks learn the largest.
-            patience_ms: how long this rank would wait; 0: forever.
+            timeout_ms: how long this rank would wait; 0: forever.
             offset: of its results in its arena, for the core; or `NOWHERE`.
         """
 
@@ -207,12 +207,12 @@ class ExchangeChannel:
 
     def start(self, *header: int) -> Request:
         """Publish a header without waiting for those of the others."""
-        *said, patience_ms, _ = header  # there is no arena, so no offset
+        *said, timeout_ms, _ = header  # there is no arena, so no offset
         # For how long another rank can have waited for this one.
         lateness = int(1000 * self.lateness)
         self._last = time.monotonic()
         self.headers += 1
-        request = self._start((*said, patience_ms or _UNLIMITED, lateness))
+        request = self._start((*said, timeout_ms or _UNLIMITED, lateness))
         self._request = request
         return request
 
@@ -236,7 +236,7 @@ class ExchangeChannel:
         same = int(len(set(columns[_FINGERPRINT])) == 1)
         same_value = int(len(set(columns[_VALUE])) == 1)
         self.verdict = (flag, same, same_value, 0, max(columns[_LARGEST]))
-        if 2 * max(columns[_LATENESS]) >= min(columns[_PATIENCE]):
+        if 2 * max(columns[_LATENESS]) >= min(columns[_TIMEOUT]):
             return AGAIN
         return OK if same and not flag else DIFFERENT
 

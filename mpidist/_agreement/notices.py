@@ -262,7 +262,7 @@ class Notices:
         self.post(Wait(AT_END, sequence), end=end)
 
     def wait_for_ends(
-        self, sequence: int, patience: float | None = None, end: End = "ends"
+        self, sequence: int, timeout: float | None = None, end: End = "ends"
     ) -> Iterator[None]:
         """After giving up, at the end of this program: wait for the ends of the others.
 
@@ -272,13 +272,13 @@ class Notices:
 
         Args:
             sequence: the number of this rank's last header.
-            patience: seconds to wait for all others; None: as said above.
+            timeout: seconds to wait for all others; None: as said above.
             end: what this rank tells the others.
         """
         others = set(range(self._comm.size)) - {self._comm.rank}
         self.post_end(sequence, end)
-        limit = time.monotonic() + (_END_SECONDS if patience is None else patience)
-        present = others - set(self.missing) if patience is None else None
+        limit = time.monotonic() + (_END_SECONDS if timeout is None else timeout)
+        present = others - set(self.missing) if timeout is None else None
         while others - set(self._ends) and time.monotonic() < limit:
             if present is not None and present <= set(self._ends):
                 present = None

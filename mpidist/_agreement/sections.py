@@ -188,7 +188,7 @@ def _meet(guard: Guard, call: Call, gone: SystemExit) -> Iterator[None]:
     channel = guard.channel
     guard.begin(call)
     while not guard.broken:
-        channel.start(0, call.fingerprint, 0, 0, guard.patience_ms, NOWHERE)
+        channel.start(0, call.fingerprint, 0, 0, guard.timeout_ms, NOWHERE)
         start = next_look = time.monotonic()
         while (status := channel.test()) is None:
             yield

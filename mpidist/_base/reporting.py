@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Final
 
-_PATIENCE_SECONDS: Final = 1.0
+_WRITE_SECONDS: Final = 1.0
 _MOST_PENDING: Final = 10_000  # while the thread is stuck; later ones are lost
 _logger: Final = logging.getLogger("mpidist")
 
@@ -94,7 +94,7 @@ def is_stuck() -> bool:
     return late is not None
 
 
-def write(write: Callable[[], object], seconds: float = _PATIENCE_SECONDS) -> None:
+def write(write: Callable[[], object], seconds: float = _WRITE_SECONDS) -> None:
     """Call a function that writes, in the thread for reports. Not collective.
 
     Args:

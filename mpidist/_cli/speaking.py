@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 from mpidist._mpi import launcher, library
 
 EXIT_USAGE: Final = 2
-_PATIENCE_SECONDS: Final = 10.0
+_WAIT_SECONDS: Final = 10.0
 _FORWARD_SECONDS: Final = 0.3  # in which the launcher forwards the output
 _ALONE_SECONDS: Final = 2.0  # a launcher may end all processes when the first one fails
 
@@ -103,7 +103,7 @@ def complain(command: str, message: str) -> None:
     except ImportError:
         return
     request = world.Ibarrier()
-    end = time.monotonic() + _PATIENCE_SECONDS
+    end = time.monotonic() + _WAIT_SECONDS
     while not request.Test() and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(_FORWARD_SECONDS)

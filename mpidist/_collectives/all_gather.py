@@ -172,8 +172,8 @@ def _new_core(
         (math.prod(leaf.before), math.prod(leaf.after) * leaf.dtype.itemsize)
         for leaf in signature.leaves
     ]
-    number, patience = signature.call.fingerprint, resources.guard.patience_ms
-    return _native.core.Gather(channel, rows, number, patience)
+    fingerprint, timeout_ms = signature.call.fingerprint, resources.guard.timeout_ms
+    return _native.core.Gather(channel, rows, fingerprint, timeout_ms)
 
 
 def _check_axis(x: Array, axis: object, call: str) -> int:

@@ -121,7 +121,7 @@ def _new_core(
     guard, rows = resources.guard, signature.nest.rows
     nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
     number = signature.call.fingerprint
-    arguments = guard.channel, rows, 0, number, guard.patience_ms, True
+    arguments = guard.channel, rows, 0, number, guard.timeout_ms, True
     if algorithm is None:
         return _native.core.Reduce(*arguments, nbytes=nbytes)
     handles = [handles_of(row.dtype, row.operation) for row in rows]

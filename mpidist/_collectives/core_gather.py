@@ -81,23 +81,26 @@ class HeaderGather(Plan):
             with guard.checking(call):
                 memory = self.large.guess(arrays, lengths)
         where: tuple[object, ...] = (NOWHERE, None) if memory is None else memory.where
-        number, patience = call.fingerprint, guard.enter(call, timeout)
+        fingerprint, timeout_ms = call.fingerprint, guard.enter(call, timeout)
         with guard.payload(call):
-            status = meet(sources, lengths, number, patience, *where)
+            status = meet(sources, lengths, fingerprint, timeout_ms, *where)
         if status is None:  # not contiguous, and nothing was sent
             with guard.checking(call):
                 sources = [x.copy("C") for x in sources]
             with guard.payload(call):
-                status = meet(sources, lengths, number, patience, *where)
-        guard.conclude(status, lambda ms: meet(sources, lengths, number, ms, *where))
+                status = meet(sources, lengths, fingerprint, timeout_ms, *where)
+        guard.conclude(
+            status, lambda ms: meet(sources, lengths, fingerprint, ms, *where)
+        )
         return self._conclude(sources, memory, timeout)
 
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Array:
         """End a call of `quick` that has not given a result; see `Plan`."""
-        guard, meet, number = self._guard, self._core.meet, self.call.fingerprint
+        guard, meet = self._guard, self._core.meet
+        fingerprint = self.call.fingerprint
         lengths = (x.shape[self._axes[0]],)
         guard.conclude(
-            status, lambda ms: meet([x], lengths, number, ms, NOWHERE, result)
+            status, lambda ms: meet([x], lengths, fingerprint, ms, NOWHERE, result)
         )
         memory = None if result is None else Memory([result])
         return self._conclude([x], memory, None)[0]

@@ -77,7 +77,7 @@ def reduce_on_node(resources: Resources, signature: Signature) -> _native.Reduce
         signature.nest.rows,
         node.piece_bytes,
         signature.call.fingerprint,
-        resources.guard.patience_ms,
+        resources.guard.timeout_ms,
         signature.root is None,
     )
 
@@ -143,19 +143,19 @@ class CoreReduce(Plan):
             targets = results if self._plain else self._nest.raw(results)
         except Exception as error:
             raise guard.fail(call, error) from None
-        number, patience = call.fingerprint, guard.enter(call, timeout)
+        fingerprint, timeout_ms = call.fingerprint, guard.enter(call, timeout)
         try:  # not `guard.payload`, which would be 2% of a small call
             if call is self.call and timeout is None:  # as the core knows it
                 status = exchange(sources, targets, *where)
             else:
-                status = exchange(sources, targets, *where, number, patience)
+                status = exchange(sources, targets, *where, fingerprint, timeout_ms)
         except BaseException as error:
             raise guard.abandon(call, error) from None
         if status is None:
             return None
         if status:
             guard.conclude(
-                status, lambda ms: exchange(sources, targets, *where, number, ms)
+                status, lambda ms: exchange(sources, targets, *where, fingerprint, ms)
             )
         else:
             guard.sequence += 1
@@ -193,8 +193,8 @@ class EagerReduce(CoreReduce):
 
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:
         """End a call of `quick` with this status; see `Plan`."""
-        exchange, number = self._exchange, self.call.fingerprint
-        self._guard.conclude(status, lambda ms: exchange(x, result, number, ms))
+        exchange, fingerprint = self._exchange, self.call.fingerprint
+        self._guard.conclude(status, lambda ms: exchange(x, result, fingerprint, ms))
         return result
 
     def _new_results(self) -> tuple[Results, tuple[int, ...]]:

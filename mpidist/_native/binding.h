@@ -158,7 +158,7 @@ typedef struct {
   Between *between;
   md_nest nest;
   Expected *expected;
-  long long fingerprint, patience; /* of calls that name no others */
+  long long fingerprint, timeout_ms; /* of calls that name no others */
   md_shared call; /* between `start` and the last piece, for those who go step by step */
   Kept kept;
   const void **sources;
@@ -190,7 +190,7 @@ typedef struct {
   md_rows *parts;   /* their memory, and where it goes */
   Kept kept;
   uint32_t number;                 /* of the header with the lengths */
-  long long fingerprint, patience; /* of calls that name no others */
+  long long fingerprint, timeout_ms; /* of calls that name no others */
   char filled;                     /* whether the last call has filled its results */
   md_leaf whole; /* where headers are merged: the parts of all ranks */
   md_nest nest;  /* which it is */
@@ -241,7 +241,7 @@ void acquire_gil(Carrier *self);
 /* Take `item` as number i of a list or tuple; where there is none, let go of the list. */
 void put_item(PyObject **list, Py_ssize_t i, PyObject *item);
 /* The arguments of `Carrier.meet`.  And the header that they ask for, of a call that has begun. */
-enum { FLAG, FINGERPRINT, VALUE, LARGEST, PATIENCE, RESULT_OFFSET, WORDS };
+enum { FLAG, FINGERPRINT, VALUE, LARGEST, TIMEOUT_MS, RESULT_OFFSET, WORDS };
 md_header header_with(Carrier *self, const long long words[WORDS]);
 /* A call that is a header: `Medium.meet`. */
 int meet_ranks(Carrier *self, const long long words[WORDS], const md_small *small,

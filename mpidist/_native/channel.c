@@ -173,7 +173,7 @@ static void add_header(md_verdict *v, const md_header *h, const md_header *mine)
       h->source_offset != MD_NOWHERE && h->source_layout == mine->source_layout;
   v->copied &= h->source_offset == MD_NOWHERE;
   if (h->lateness > v->lateness) v->lateness = h->lateness;
-  if (h->patience < v->patience) v->patience = h->patience;
+  if (h->timeout_ms < v->timeout_ms) v->timeout_ms = h->timeout_ms;
   if (h->largest > v->largest) v->largest = h->largest;
 }
 
@@ -185,7 +185,7 @@ static void add_verdict(md_verdict *v, const md_verdict *other) {
   v->sources_in_arena &= other->sources_in_arena;
   v->copied &= other->copied;
   if (other->lateness > v->lateness) v->lateness = other->lateness;
-  if (other->patience < v->patience) v->patience = other->patience;
+  if (other->timeout_ms < v->timeout_ms) v->timeout_ms = other->timeout_ms;
   if (other->largest > v->largest) v->largest = other->largest;
 }
 
@@ -194,11 +194,11 @@ static const md_verdict AGREED = {.same_call = 1,
                                   .results_in_arena = 1,
                                   .sources_in_arena = 1,
                                   .copied = 1,
-                                  .patience = INT64_MAX,
+                                  .timeout_ms = INT64_MAX,
                                   .largest = INT64_MIN};
 
 static int late(const md_verdict *v) {
-  return v->patience != INT64_MAX && 2 * (int64_t)v->lateness >= v->patience;
+  return v->timeout_ms != INT64_MAX && 2 * (int64_t)v->lateness >= v->timeout_ms;
 }
 
 static int agreed(const md_verdict *v) { return !v->flag && v->same_call && !late(v); }
@@ -330,7 +330,7 @@ void md_merge(md_header *into, const md_header *other) {
   into->source_layout &= other->source_layout & (into->value == other->value);
   into->flag |= other->flag;
   if (other->lateness > into->lateness) into->lateness = other->lateness;
-  if (other->patience < into->patience) into->patience = other->patience;
+  if (other->timeout_ms < into->timeout_ms) into->timeout_ms = other->timeout_ms;
   if (other->largest > into->largest) into->largest = other->largest;
 }
 
@@ -339,7 +339,7 @@ int md_judge_merged(md_verdict *verdict, const md_header *merged) {
                           .same_call = merged->result_offset == 1,
                           .same_value = merged->source_layout == 1,
                           .lateness = merged->lateness,
-                          .patience = merged->patience,
+                          .timeout_ms = merged->timeout_ms,
                           .largest = merged->largest};
   return status_of(verdict);
 }

@@ -67,7 +67,7 @@ typedef struct {
   int32_t lateness;    /* ms since the header before */
   int64_t fingerprint; /* of the call; must be the same on all ranks */
   int64_t value;       /* may differ; `same_value` says whether it does */
-  int64_t patience;    /* ms that this rank would wait; INT64_MAX: forever */
+  int64_t timeout_ms;  /* how long this rank would wait; INT64_MAX: forever */
   int64_t largest;     /* all ranks learn the largest */
   /* Offsets in this rank's arena, or MD_NOWHERE: of its results, and of its first array. */
   int64_t result_offset, source_offset;
@@ -81,7 +81,7 @@ typedef struct {
   int32_t sources_in_arena; /* all have their arrays there, in the same order */
   int32_t copied;           /* no rank has its arrays in its arena */
   int32_t lateness;         /* the largest */
-  int64_t patience;         /* the smallest */
+  int64_t timeout_ms;       /* the smallest */
   int64_t largest;
 } md_verdict;
 

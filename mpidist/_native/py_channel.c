@@ -107,7 +107,7 @@ md_header header_with(Carrier *self, const long long words[WORDS]) {
                      .lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX,
                      .fingerprint = words[FINGERPRINT],
                      .value = words[VALUE],
-                     .patience = words[PATIENCE] > 0 ? words[PATIENCE] : INT64_MAX,
+                     .timeout_ms = words[TIMEOUT_MS] > 0 ? words[TIMEOUT_MS] : INT64_MAX,
                      .largest = words[LARGEST],
                      .result_offset = words[RESULT_OFFSET],
                      .source_offset = MD_NOWHERE};
@@ -166,10 +166,10 @@ static PyObject *Carrier_lateness(Carrier *self, void *closure) {
 
 static PyMethodDef Carrier_methods[] = {
     {"meet", (PyCFunction)(void *)Carrier_meet, METH_FASTCALL,
-     "meet(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
+     "meet(flag, fingerprint, value, largest, timeout_ms, result_offset)\n--\n\n"
      "Exchange a header; return OK, AGAIN, DIFFERENT or LEFT."},
     {"start", (PyCFunction)(void *)Carrier_start, METH_FASTCALL,
-     "start(flag, fingerprint, value, largest, patience_ms, result_offset)\n--\n\n"
+     "start(flag, fingerprint, value, largest, timeout_ms, result_offset)\n--\n\n"
      "Publish a header, without waiting."},
     {"test", (PyCFunction)Carrier_test, METH_NOARGS,
      "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},

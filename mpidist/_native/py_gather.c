@@ -9,10 +9,10 @@ static size_t gather_head(const Gather *self) { return (size_t)self->count * 8; 
 static size_t align8(size_t n) { return (n + 7) / 8 * 8; }
 
 static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"channel", "leaves", "fingerprint", "patience_ms", NULL};
+  static char *names[] = {"channel", "leaves", "fingerprint", "timeout_ms", NULL};
   PyObject *channel, *leaves;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|LL", names, &CarrierType, &channel,
-                                   &PyList_Type, &leaves, &self->fingerprint, &self->patience))
+                                   &PyList_Type, &leaves, &self->fingerprint, &self->timeout_ms))
     return -1;
   self->carrier = (Carrier *)Py_NewRef(channel);
   if (Py_TYPE(channel) == &BetweenType) self->between = (Between *)channel;
@@ -102,7 +102,7 @@ static void count_gather(const Gather *self, size_t nbytes) {
 /* Exchange the header for what is in this rank's slot: its leaves, or only their lengths;
    return the status, or -1 with an exception. */
 static int exchange(Gather *self, const unsigned char *slot, int fits, long long fingerprint,
-                    long long patience, long long result_offset) {
+                    long long timeout_ms, long long result_offset) {
   const int64_t *lengths = (const int64_t *)slot;
   uint64_t hash = 14695981039346656037u;
   size_t payload = 0;
@@ -111,7 +111,7 @@ static int exchange(Gather *self, const unsigned char *slot, int fits, long long
     payload += nbytes_of(self, i, lengths);
   }
   /* All learn whether all fit. */
-  const long long words[WORDS] = {0,     fingerprint, (long long)(hash >> 1), !fits, patience,
+  const long long words[WORDS] = {0,     fingerprint, (long long)(hash >> 1), !fits, timeout_ms,
                                   result_offset};
   const md_small in_room = {&self->nest, NULL, NULL};
   int status = meet_ranks(self->carrier, words, self->between ? &in_room : NULL, (PyObject *)self);
@@ -244,7 +244,7 @@ static int spread(Gather *self) {
 
 /* Exchange the header for this rank's leaves, of its lengths, by a slot that was begun;
    return the status, or -1 with an exception. */
-static int meet(Gather *self, unsigned char *slot, long long fingerprint, long long patience,
+static int meet(Gather *self, unsigned char *slot, long long fingerprint, long long timeout_ms,
                 long long result_offset, void *result) {
   memcpy(slot, self->lengths, gather_head(self));
   size_t at = gather_head(self);
@@ -254,7 +254,7 @@ static int meet(Gather *self, unsigned char *slot, long long fingerprint, long l
     memcpy(slot + at, self->parts[i].from, nbytes);
     at += align8(nbytes);
   }
-  int status = exchange(self, slot, fits, fingerprint, patience, result_offset);
+  int status = exchange(self, slot, fits, fingerprint, timeout_ms, result_offset);
   if (status == MD_OK && has_room(self)) {
     status = spread(self);
     self->filled = status == MD_OK;
@@ -268,7 +268,7 @@ int gather_one(Gather *self, const void *source, Py_ssize_t length, void *result
   if (!slot) return -1;
   self->lengths[0] = length;
   self->parts[0].from = source; /* the caller holds the array */
-  return meet(self, slot, self->fingerprint, self->patience, MD_NOWHERE, result);
+  return meet(self, slot, self->fingerprint, self->timeout_ms, MD_NOWHERE, result);
 }
 
 /* The memory for the result of the one leaf, of the length of this rank's on all; NULL: an
@@ -280,7 +280,7 @@ static void *get_result(Gather *self, PyObject *result) {
 
 static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t count) {
   if (count != 6) return PyErr_Format(PyExc_TypeError, "meet: expected 6 arguments");
-  long long fingerprint = PyLong_AsLongLong(args[2]), patience = PyLong_AsLongLong(args[3]);
+  long long fingerprint = PyLong_AsLongLong(args[2]), timeout_ms = PyLong_AsLongLong(args[3]);
   long long result_offset = PyLong_AsLongLong(args[4]);
   if (PyErr_Occurred() || require_idle(self->kept.count > 0) || parse_lengths(self, args[1])) return NULL;
   PyObject *status = NULL;
@@ -290,7 +290,7 @@ static PyObject *Gather_meet(Gather *self, PyObject *const *args, Py_ssize_t cou
     status = other_arrays();
   } else if ((args[5] == Py_None || (result = get_result(self, args[5]))) &&
              (slot = begin_slot(self))) {
-    status = status_or_null(meet(self, slot, fingerprint, patience, result_offset, result));
+    status = status_or_null(meet(self, slot, fingerprint, timeout_ms, result_offset, result));
   }
   if (!is_abandoned(self->carrier)) let_go(&self->kept);
   return status;
@@ -363,7 +363,7 @@ static PyObject *Gather_get(Gather *self, PyObject *results) {
 
 static PyMethodDef Gather_methods[] = {
     {"meet", (PyCFunction)(void *)Gather_meet, METH_FASTCALL,
-     "meet(arrays, lengths, fingerprint, patience_ms, result_offset, result)\n--\n\n"
+     "meet(arrays, lengths, fingerprint, timeout_ms, result_offset, result)\n--\n\n"
      "Publish this rank's arrays, or where they are large their lengths; return a status.\n\n"
      "None, and nothing was sent, where the arrays are not contiguous.  If all ranks have the\n"
      "same lengths, and memory for the results at `result_offset`, or for that of the one leaf in\n"
@@ -393,7 +393,7 @@ static PyMemberDef Gather_members[] = {
 PyTypeObject GatherType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Gather",
     .tp_doc =
-        "Gather(channel, leaves, fingerprint=0, patience_ms=0)\n--\n\n"
+        "Gather(channel, leaves, fingerprint=0, timeout_ms=0)\n--\n\n"
         "The all-gather of a nest: for each leaf (rows before the axis, bytes of one).",
     .tp_basicsize = sizeof(Gather),
     .tp_flags = Py_TPFLAGS_DEFAULT,

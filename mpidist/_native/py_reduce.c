@@ -100,14 +100,14 @@ static int require_room(const Reduce *self) {
 }
 
 static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"channel", "leaves",    "piece_bytes", "fingerprint", "patience_ms",
+  static char *names[] = {"channel", "leaves",    "piece_bytes", "fingerprint", "timeout_ms",
                           "counts",  "algorithm", "handles",     "nbytes",      NULL};
   PyObject *channel, *leaves, *handles = NULL;
   Py_ssize_t piece_bytes, piece_of_mpi = 1, nbytes = -1;
   self->counts = 1;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!n|LLp(pin)O!n", names, &CarrierType, &channel,
                                    &PyList_Type, &leaves, &piece_bytes, &self->fingerprint,
-                                   &self->patience, &self->counts, &self->move.gathers,
+                                   &self->timeout_ms, &self->counts, &self->move.gathers,
                                    &self->move.in_flight, &piece_of_mpi, &PyList_Type, &handles,
                                    &nbytes))
     return -1;
@@ -205,8 +205,8 @@ static void count_reduction(const Reduce *self, int status) {
 
 /* Reduce with one header, or behind it; return the status, or -1 with an exception. */
 static int reduce_small(Reduce *self, const void *const *sources, void *const *results,
-                        long long fingerprint, long long patience) {
-  const long long words[WORDS] = {0, fingerprint, 0, 0, patience, MD_NOWHERE};
+                        long long fingerprint, long long timeout_ms) {
+  const long long words[WORDS] = {0, fingerprint, 0, 0, timeout_ms, MD_NOWHERE};
   const md_small small = {&self->nest, sources, results};
   int fits = self->nest.nbytes <= self->room;
   if (!fits && between_reserve(self->between, &self->move, &self->nest)) return -1;
@@ -217,14 +217,14 @@ static int reduce_small(Reduce *self, const void *const *sources, void *const *r
 }
 
 int reduce_one(Reduce *self, const void *source, void *result) {
-  return reduce_small(self, &source, &result, self->fingerprint, self->patience);
+  return reduce_small(self, &source, &result, self->fingerprint, self->timeout_ms);
 }
 
-/* The fingerprint and the patience of a call, if it names its own; -1: an exception. */
+/* The fingerprint and the time-out of a call, if it names its own; -1: an exception. */
 static int parse_call(Reduce *self, PyObject *const *args, Py_ssize_t count, Py_ssize_t first,
-                      long long *fingerprint, long long *patience) {
+                      long long *fingerprint, long long *timeout_ms) {
   *fingerprint = self->fingerprint;
-  *patience = self->patience;
+  *timeout_ms = self->timeout_ms;
   if (count == first) return 0;
   if (count != first + 2) {
     PyErr_Format(PyExc_TypeError, "Reduce: expected %zd or %zd arguments, got %zd", first,
@@ -232,13 +232,13 @@ static int parse_call(Reduce *self, PyObject *const *args, Py_ssize_t count, Py_
     return -1;
   }
   *fingerprint = PyLong_AsLongLong(args[first]);
-  *patience = PyLong_AsLongLong(args[first + 1]);
+  *timeout_ms = PyLong_AsLongLong(args[first + 1]);
   return PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t count) {
-  long long fingerprint, patience;
-  if (parse_call(self, args, count, 2, &fingerprint, &patience)) return NULL;
+  long long fingerprint, timeout_ms;
+  if (parse_call(self, args, count, 2, &fingerprint, &timeout_ms)) return NULL;
   if (require_idle(self->kept.count > 0)) return NULL;
   if (require_room(self)) return NULL;
   PyObject *result = NULL;
@@ -246,7 +246,7 @@ static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t co
     result = other_arrays();
   } else if (!get_arrays(self, args[1], RESULT, self->results)) {
     result = status_or_null(
-        reduce_small(self, self->sources, self->results, fingerprint, patience));
+        reduce_small(self, self->sources, self->results, fingerprint, timeout_ms));
   }
   if (!is_abandoned(self->carrier)) let_go(&self->kept);
   return result;
@@ -287,7 +287,7 @@ static int reduce_in_pieces(Reduce *self, const long long words[WORDS], PyObject
 
 static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t count) {
   long long words[WORDS] = {0};
-  if (parse_call(self, args, count, 3, &words[FINGERPRINT], &words[PATIENCE])) return NULL;
+  if (parse_call(self, args, count, 3, &words[FINGERPRINT], &words[TIMEOUT_MS])) return NULL;
   words[RESULT_OFFSET] = PyLong_AsLongLong(args[2]);
   if (PyErr_Occurred() || require_node(self) || require_idle(self->kept.count > 0)) return NULL;
   PyObject *result = NULL;
@@ -396,12 +396,12 @@ static PyObject *Reduce_starts(Reduce *self, void *closure) {
 
 static PyMethodDef Reduce_methods[] = {
     {"eager", (PyCFunction)(void *)Reduce_eager, METH_FASTCALL,
-     "eager(sources, results, fingerprint=..., patience_ms=...)\n--\n\n"
+     "eager(sources, results, fingerprint=..., timeout_ms=...)\n--\n\n"
      "Reduce with one header, or behind it by MPI; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
      "None, and nothing was sent, where the arrays are not what is expected.\n\n"
      "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the results."},
     {"shared", (PyCFunction)(void *)Reduce_shared, METH_FASTCALL,
-     "shared(sources, results, result_offset, fingerprint=..., patience_ms=...)\n--\n\n"
+     "shared(sources, results, result_offset, fingerprint=..., timeout_ms=...)\n--\n\n"
      "Reduce piece by piece; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
      "Args:\n    sources: C-contiguous arrays, or one.\n"
      "    results: the same, for the results; in the arena, if they are there.\n"
@@ -433,7 +433,7 @@ static PyGetSetDef Reduce_fields[] = {
 PyTypeObject ReduceType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "mpidist._native._core.Reduce",
     .tp_doc =
-        "Reduce(channel, leaves, piece_bytes, fingerprint=0, patience_ms=0, counts=True,\n"
+        "Reduce(channel, leaves, piece_bytes, fingerprint=0, timeout_ms=0, counts=True,\n"
         "       algorithm=..., handles=..., nbytes=...)\n--\n\n"
         "The all-reduce of a nest: for each leaf (dtype, operation, shape, divisor).\n\n"
         "Args:\n    channel: a `Channel` or a `Between`.\n"

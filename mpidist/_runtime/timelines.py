@@ -31,7 +31,7 @@ from mpidist._timeline.recorder import Recorder
 from mpidist._timeline.trace import Lines
 
 # For a network file system to show rank 0 what the others have written.
-_PATIENCE_SECONDS: Final = 5.0
+_WAIT_SECONDS: Final = 5.0
 _PAUSE_SECONDS: Final = 0.05
 
 
@@ -170,7 +170,7 @@ def _merge(recording: _Recording) -> None:
     from mpidist._timeline import files  # which other programs need not import
 
     path = recording.path
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _WAIT_SECONDS
     try:
         while not files.are_complete(parts := files.read_parts(path)):
             if time.monotonic() > deadline:

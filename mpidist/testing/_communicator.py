@@ -71,7 +71,7 @@ class ThreadCommunicator(AnyCommunicator):
         self.identity = f"{id(channel):x}"
         self.traffic = Traffic()
         # How long this rank waits for the others in a payload; 0: forever.
-        self._patience = seconds
+        self._timeout = seconds
         self._when_freed: Callable[[], None] = lambda: None
 
     # --- lifetime ---------------------------------------------------------------
@@ -115,12 +115,12 @@ class ThreadCommunicator(AnyCommunicator):
         pending = self.start(kind, part, combine, root)
         start = time.monotonic()
         while not pending.wait_for(_LOOK_SECONDS):
-            if self._patience and time.monotonic() - start > self._patience:
+            if self._timeout and time.monotonic() - start > self._timeout:
                 raise CollectiveTimeoutError(
                     on_rank(
                         self.rank,
                         f"{format_ranks(pending.missing)} did not come to {kind} "
-                        f"within {self._patience:.3g} s",
+                        f"within {self._timeout:.3g} s",
                     )
                 )
         return pending.result

@@ -121,7 +121,7 @@ static void be_late(Rank *me) {
 
 static md_header header_of(uint64_t fingerprint) {
   return (md_header){.fingerprint = (int64_t)(fingerprint >> 1),
-                     .patience = INT64_MAX,
+                     .timeout_ms = INT64_MAX,
                      .result_offset = MD_NOWHERE,
                      .source_offset = MD_NOWHERE};
 }
@@ -216,7 +216,7 @@ static int meet(Rank *me, Random *shared) {
   if (what == 2 && me->rank == one) header.fingerprint++;
   if (what == 3 && me->rank == one) header.value = 1;
   if (what == 4) {
-    header.patience = 100 + me->rank;
+    header.timeout_ms = 100 + me->rank;
     header.lateness = me->rank == one ? 50 : 10;
   }
   int status;

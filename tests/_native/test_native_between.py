@@ -234,8 +234,8 @@ both_ways = pytest.mark.parametrize("merges", [False, True], ids=["rows", "merge
 
 def header(fingerprint: int, **words: int) -> tuple[int, ...]:
     flag, value = words.get("flag", 0), words.get("value", 0)
-    largest, patience = words.get("largest", 0), words.get("patience", 0)
-    return (flag, fingerprint, value, largest, patience, core.NOWHERE)
+    largest, timeout = words.get("largest", 0), words.get("timeout", 0)
+    return (flag, fingerprint, value, largest, timeout, core.NOWHERE)
 
 
 def meet(world: World, *headers: tuple[int, ...]) -> list[Any]:
@@ -271,9 +271,9 @@ def test_what_headers_say(merges: bool, persistent: bool) -> None:
 def test_a_late_rank_is_noticed_by_all(merges: bool) -> None:
     world = World(2, merges)
     time.sleep(0.03)
-    patient = header(7, patience=20)
+    patient = header(7, timeout=20)
     assert meet(world, header(7), patient) == [core.AGAIN] * 2
-    assert meet(world, header(7, patience=60_000), header(7)) == [core.OK] * 2
+    assert meet(world, header(7, timeout=60_000), header(7)) == [core.OK] * 2
     assert world.ranks[0].lateness < 60
 
 

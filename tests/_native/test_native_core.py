@@ -310,7 +310,7 @@ def test_a_late_rank_makes_all_meet_again() -> None:
     waited = multiprocessing.get_context("fork").Event()
 
     def pause(seconds: float) -> None:
-        if seconds > 0.1:  # its patience
+        if seconds > 0.1:  # its time-out
             waited.set()
 
     def body(me: Rank) -> str:
