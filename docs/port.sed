@@ -19,9 +19,9 @@ s/[ \n]+/ /2g
 bjoin
 }
 s/^(\s*)from [a-z.]+ import (\( *([^()]*[^(), ]),? *\)|(.*))/\1from mpidist.optimizers import \3\4/
-s/\b(AdamW?|RMSprop|SGD)( *)(,|$)/\1 as \1\2\3/g
+s/\b(Adagrad|AdamW?|RMSprop|SGD)( *)(,|$)/\1 as \1\2\3/g
 :as
-s/ import (.*)\b(AdamW?|RMSprop|SGD) as (\w+)(.*)/ import \1\2\4; \3 = \2.of_keras/
+s/ import (.*)\b(Adagrad|AdamW?|RMSprop|SGD) as (\w+)(.*)/ import \1\2\4; \3 = \2.of_keras/
 tas
 }
 /[\\[{,]$|"""|'''/!s/^(\s*)(\w+) ([-*\/])= (([^()#;]|\(([^()#;]|\(([^()#;]|\([^()#;]*\))*\))*\))+)$/\1\2 = \2 \3 (\4)/
@@ -76,8 +76,8 @@ s/\b(tf\.)?(keras|tf)\.(optimizers\.schedules\.LearningRateSchedule|callbacks\.C
 s/\b(tf\.)?keras\.backend\.(clear_session|(set_)?learning_phase|set_image_data_format)\(/(lambda *_: None)(/g
 s/\b(tf\.)?keras\.mixed_precision\.set_global_policy\((["'])float32\2\)/None/g
 /\bmomentum *=/!s/\b(tf\.keras|keras|tf)\.optimizers\.legacy\.RMSprop\b/mpidist.optimizers.RMSprop/g
-s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\(/mpidist.optimizers.\3.of_keras(/g
-/\bis(instance|subclass)\(|^\s*class /!s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(AdamW?|RMSprop|SGD)\b/mpidist.optimizers.\3.of_keras/g
+s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(Adagrad|AdamW?|RMSprop|SGD)\(/mpidist.optimizers.\3.of_keras(/g
+/\bis(instance|subclass)\(|^\s*class /!s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?(Adagrad|AdamW?|RMSprop|SGD)\b/mpidist.optimizers.\3.of_keras/g
 s/\b(tf\.keras|keras|tf)\.optimizers\.(legacy\.|experimental\.)?/mpidist.optimizers./g
 s/\b(tf\.)?keras\.optimizers\b/mpidist.optimizers/g
 s/\boptimizers\.schedules\.(Cosine|Exponential|Polynomial)Decay\(/optimizers.\L\1\E_decay(/g

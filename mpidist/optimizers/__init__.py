@@ -9,6 +9,7 @@ from mpidist.optimizers._clipping import clip_by_global_norm as clip_by_global_n
 from mpidist.optimizers._optimizer import Optimizer as Optimizer
 from mpidist.optimizers._rules import (
     SGD as SGD,
+    Adagrad as Adagrad,
     Adam as Adam,
     AdamW as AdamW,
     LossScaleOptimizer as LossScaleOptimizer,

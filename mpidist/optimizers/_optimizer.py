@@ -68,7 +68,7 @@ _known: Final = threads.ReplicaLocal[_Known](weakref.WeakValueDictionary)
 
 @explain_attributes
 class Optimizer:
-    """The base class of `SGD`, `Adam`, `AdamW` and `RMSprop`.
+    """The base class of `SGD`, `Adam`, `AdamW`, `RMSprop` and `Adagrad`.
 
     Gradients are summed over the replicas: divide the loss of each replica by the
     number of rows in the whole step (`mpidist.compute_average_loss`,

@@ -390,6 +390,77 @@ class RMSprop(Optimizer):
         w -= t
 
 
+class Adagrad(Optimizer):
+    """Adagrad: gradients are divided by the root of the sum of all their squares.
+
+    For the gradient g, summed over the replicas, from v = 0::
+
+        v += g**2
+        w -= learning_rate * g / (sqrt(initial_accumulator_value + v) + epsilon)
+
+    Duchi et al. 2011 (https://jmlr.org/papers/v12/duchi11a.html), as
+    ``torch.optim.Adagrad``. `of_keras` has epsilon inside the root.
+
+    Args:
+        learning_rate: a number, or a function of the step (from 0) or of nothing.
+        initial_accumulator_value: at least 0. (torch's default is 0.)
+        epsilon: added to the divisor. (torch's default is 1e-10.)
+        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
+        name: default "adagrad".
+
+    Raises:
+        TypeError, ValueError: for invalid arguments.
+        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
+    """
+
+    _slot_names: ClassVar[tuple[str, ...]] = ("squares",)
+    _limits: ClassVar[dict[str, float]] = {
+        "initial_accumulator_value": math.inf,
+        "epsilon": math.inf,
+    }
+
+    @explain_keywords("Adagrad")
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        *,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        shard_state: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Check the settings, without communication."""
+        super().__init__(
+            learning_rate,
+            name,
+            (clipnorm, clipvalue, global_clipnorm),
+            shard_state,
+            initial_accumulator_value=initial_accumulator_value,
+            epsilon=epsilon,
+        )
+
+    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
+        initial, epsilon, *_ = self._settings.values()
+        inside = epsilon if self._as_keras else 0.0
+        return (rate, initial + inside, epsilon - inside)
+
+    @staticmethod
+    def _step(w: Array, g: Array, block: Block, constants: Numbers) -> None:
+        rate, inside, outside = constants
+        t, (v,) = block.t, block.slots
+        array_functions.multiply(g, g, out=t)
+        v += t
+        array_functions.add(v, inside, out=t)
+        array_functions.sqrt(t, out=t)
+        t += outside
+        array_functions.divide(g, t, out=t)
+        t *= rate
+        w -= t
+
+
 class LossScaleOptimizer:
     """A name of Keras for ``isinstance``, which is always False.
 

@@ -9,6 +9,7 @@ from replicas import assert_equal_copies, core_on_ranks, from_replicas, own
 import mpidist
 from mpidist.optimizers import (
     SGD,
+    Adagrad,
     Adam,
     AdamW,
     RMSprop,
@@ -69,6 +70,11 @@ KINDS = {
         lambda **more: RMSprop(0.02, 0.8, 0.5, 1e-2, centered=True, **more),
         "RMSprop",
         {"lr": 0.02, "alpha": 0.8, "momentum": 0.5, "eps": 1e-2, "centered": True},
+    ),
+    "adagrad": (
+        lambda **more: Adagrad(0.02, 0.3, 1e-2, **more),
+        "Adagrad",
+        {"lr": 0.02, "initial_accumulator_value": 0.3, "eps": 1e-2},
     ),
     "adamw": (
         lambda **more: AdamW(0.02, weight_decay=0.5, epsilon=1e-8, **more),
@@ -254,6 +260,7 @@ OPTIMIZERS = {
     "sgd": lambda: SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda: Adam(cosine_decay(0.05, 20)),
     "rmsprop clipped": lambda: RMSprop(0.05, momentum=0.5, clipnorm=0.3),
+    "adagrad": lambda: Adagrad(0.5),
     "adamw clipped": lambda: AdamW(0.05, weight_decay=0.1, global_clipnorm=0.5),
 }
 
@@ -421,6 +428,12 @@ def test_the_formulas_of_keras(nesterov, dtype):
         ),
         (Adam, {}, [0.0587174, 0.0598688, 0.0599865, 0.0599995]),
         (Adam, {"epsilon": 1e-3}, [0.0002839, 0.0027196, 0.019195, 0.0587174]),
+        (Adagrad, {}, [0.00001897365, 0.0001897343, 0.001895156, 0.04037479]),
+        (
+            Adagrad,
+            {"initial_accumulator_value": 0.0, "epsilon": 1e-5},
+            [0.001895157, 0.01710912, 0.04037479, 0.04146253],
+        ),
         (AdamW, {"weight_decay": 0.1}, [0.0645993, 0.0657481, 0.0658656, 0.0658786]),
     ],
 )

@@ -19,7 +19,7 @@ from replicas import (
 
 import mpidist
 from mpidist import testing
-from mpidist.optimizers import SGD, Adam, AdamW, RMSprop
+from mpidist.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop
 
 SHAPES = [(7, 5), (), (3,), (0, 4), (40_001,)]
 MAKERS = {
@@ -27,6 +27,7 @@ MAKERS = {
     "adam": lambda **kw: Adam(0.1, global_clipnorm=2.0, **kw),
     "adamw": lambda **kw: AdamW(0.1, weight_decay=0.1, **kw),
     "rmsprop": lambda **kw: RMSprop(0.1, momentum=0.5, centered=True, **kw),
+    "adagrad": lambda **kw: Adagrad(0.1, clipnorm=1.0, **kw),
     "no slots": lambda **kw: SGD(0.1, clipvalue=0.5, **kw),
 }
 

@@ -220,7 +220,8 @@ from keras.optimizers import (
 )
 
 optimizers = tf.keras.optimizers
-many = [RMSprop(0.1), getattr(optimizers, "Adam")(0.1), tf.keras.optimizers.AdamW(0.1)]
+many = [tf.keras.optimizers.Adagrad(0.1)]
+many += [RMSprop(0.1), getattr(optimizers, "Adam")(0.1), tf.keras.optimizers.AdamW(0.1)]
 many += [First(0.1), SGD(0.1), {"sgd": tf.keras.optimizers.SGD}["sgd"](0.1)]
 assert isinstance(SGD(0.1), tf.keras.optimizers.SGD)
 many.append(tf.keras.optimizers.legacy.RMSprop(0.1, momentum=0.9))
@@ -296,7 +297,7 @@ if x.shape.is_fully_defined():
     assert caplog.messages == ["of TensorFlow"]
     keras = ["of_keras=True" in repr(x) for x in (*found["many"], found["old"])]
     # Not the one by getattr, and the old one has Keras 2's formula.
-    assert keras == [True, False, *(True,) * 5, False]
+    assert keras == [True, True, False, *(True,) * 5, False]
     assert found["rates"] == [0.5, 0.25, pytest.approx(0.25)]
     assert (found["double"](4), found["triple"](4)) == (8, 12)
     assert len(found["Net"]().trainable_variables) == 1

@@ -148,6 +148,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "AUC": lambda **kw: mpidist.metrics.AUC(**kw),
     "Precision": lambda **kw: mpidist.metrics.Precision(**kw),
+    "Adagrad": lambda **kw: mpidist.optimizers.Adagrad(0.1, **kw),
     "RMSprop": lambda **kw: mpidist.optimizers.RMSprop(0.1, **kw),
 }
 WITH_MPI = {"MPIStrategy"}  # in test_tensorflow_names.py
