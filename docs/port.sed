@@ -32,6 +32,8 @@ s/\bfrom tensorflow\.python\.distribute import values as\b/import mpidist as/
 s/\bfrom tensorflow\.python\.distribute import values( *(#.*)?)$/import mpidist as values\1/
 s/\bfrom tensorflow\.python\.distribute\.values import\b/from mpidist import/
 s/\bfrom tensorflow\.python\.util import nest\b/from mpidist import nest/
+s/^(\s*from mpidist import .*)\bDistributedVariable\b/\1Variable as DistributedVariable/
+s/\b((ds_)?values(_lib)?)\.DistributedVariable\b/\1.Variable/g
 s/^(\s*)(from tensorflow\.[^(\\;]*|import tensorflow\.[^(\\;,]*)$/\1pass  # mpidist has no: \2/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g
@@ -128,6 +130,7 @@ s/\btf\.math\.is_(finite|inf|nan)\b/np.is\1/g
 s/\btf\.(math\.|nn\.)?sigmoid\(([^()]*)\)/(1 \/ (1 + np.exp(-(\2))))/g
 s/\b\w+(\.\w+|\(\))*\.extended\._use_merge_call\(\)/(not mpidist.strategy_supports_no_merge_call())/g
 s/\.extended\._replica_ctx_all_reduce\(/ and mpidist.get_replica_context().all_reduce(/g
+s/(\b\w+(\.\w+|\(\))*)\.extended\._in_multi_worker_mode\(\)/(\1.num_replicas_in_sync > 1)/g
 s/^(\s*)\w+(\.\w+)*\._create_hypers\(\) *(#.*)?$/\1pass/
 s/\._create_(all_weights|slots)\((var_list=)?/.build(/g
 s/\.get_shape\(\)/.shape/g

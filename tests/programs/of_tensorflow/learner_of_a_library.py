@@ -5,7 +5,7 @@ from typing import Optional
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import values as ds_values
-from tensorflow.python.distribute.values import PerReplica
+from tensorflow.python.distribute.values import DistributedVariable, PerReplica
 
 tf.config.set_soft_device_placement(True)
 tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -118,3 +118,8 @@ for call in range(4):
     assert np.isclose(agent.w.numpy(), w)
     saved.append(path is not None)
 assert saved == [True, False, True, False]
+with strategy.scope():
+    counter = tf.Variable(0.0)
+assert isinstance(counter, DistributedVariable)
+assert isinstance(counter, ds_values.DistributedVariable)
+assert not isinstance(strategy.run(lambda: 1.0), DistributedVariable)

@@ -41,3 +41,14 @@ def value():
 
 whole = strategy.gather(strategy.run(value), axis=1)
 assert whole.numpy().tolist() == [[float(i) for i in range(n)]] * 2
+
+
+def sum_of_ids():
+    i = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.distribute.get_strategy().extended._replica_ctx_all_reduce(
+        tf.distribute.ReduceOp.SUM, tf.cast(i, tf.float32)
+    )
+
+
+assert strategy.run(sum_of_ids).values[0] == n * (n - 1) / 2
+assert strategy.extended._in_multi_worker_mode() == (n > 1)
