@@ -221,14 +221,14 @@ class Notices:
         if len(lines) > _ON_ONE_LINE:
             waits, end = "".join(f"\n  {line}" for line in lines), "\n"
         if not missing:
-            return f"all ranks wait, for different things, for {waited:.3g} s: {waits}"
+            return f"all ranks wait in different calls for {waited:.3g} s: {waits}"
         if wait.awaited is not None:
             return (
-                f"{format_ranks(missing)} did not go on in call {wait.sequence} within "
-                f"{waited:.3g} s: {waits or wait.what}"
+                f"{format_ranks(missing)} made no progress in call {wait.sequence} "
+                f"within {waited:.3g} s: {waits or wait.what}"
             )
         return (
-            f"{format_ranks(missing)} did not come to call {wait.sequence + 1} within "
+            f"{format_ranks(missing)} did not reach call {wait.sequence + 1} within "
             f"{waited:.3g} s: {waits or wait.what}{end}The last call that "
             f"{format_ranks(missing)} made with the others was call {wait.sequence}: "
             f"{wait.before}"

@@ -279,7 +279,7 @@ class Waits:
         )
         if wait.awaited is None:
             return (
-                f"{why}Make the ranks call the same things, or raise `timeout_seconds` "
+                f"{why}Make all ranks make the same calls, or raise `timeout_seconds` "
                 "in CommunicationOptions if the rank was only slow"
             )
         return (

@@ -181,7 +181,7 @@ def _mpi_text(software: dict[str, str]) -> str:
     threads = software["mpi_threads"]
     text = f"{software['mpi']} (MPI {software['mpi_standard']}), THREAD_{threads}"
     if threads != "MULTIPLE":
-        text += ", so calls that are begun (all_reduce_async) are made at once"
+        text += ", so asynchronous calls (all_reduce_async) are synchronous"
     return text
 
 

@@ -18,7 +18,7 @@ _BEGUN: Final = "#009E73"
 _NAMES: Final = {
     _WORK: "own work",
     _CALL: "in calls",
-    _BEGUN: "in calls that were begun",
+    _BEGUN: "in asynchronous calls",
     _WAIT: "waiting",
     _FAILED: "ended with an error",
 }

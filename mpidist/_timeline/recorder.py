@@ -69,7 +69,7 @@ def thread_of(span: Span) -> int:
 
 def name_of_thread(span: Span) -> str:
     """Return the name of the thread of a span."""
-    return f"strategy {span.strategy}" + (", calls begun" if span.begun else "")
+    return f"strategy {span.strategy}" + (", asynchronous calls" if span.begun else "")
 
 
 def span_of(event: dict[str, Any]) -> Span:

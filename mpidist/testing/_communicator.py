@@ -119,7 +119,7 @@ class ThreadCommunicator(AnyCommunicator):
                 raise CollectiveTimeoutError(
                     on_rank(
                         self.rank,
-                        f"{format_ranks(pending.missing)} did not come to {kind} "
+                        f"{format_ranks(pending.missing)} did not reach {kind} "
                         f"within {self._timeout:.3g} s",
                     )
                 )

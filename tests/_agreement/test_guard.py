@@ -348,17 +348,17 @@ def test_a_rank_that_sleeps(new_strategy, rank, size, caplog, monkeypatch):
     assert isinstance(error, mpidist.CollectiveTimeoutError)
     assert time.monotonic() - start < 40  # not by the deadline of the strategy
     message = str(error)
-    assert f"rank {sleeper} did not come to call" in message
+    assert f"rank {sleeper} did not reach call" in message
     assert "all_reduce SUM float64 (7,)" in message  # what the others wait in
     assert "all_reduce SUM float64 ()" in message  # what the missing one called last
     assert "cannot be used any more" in message
-    with pytest.raises(mpidist.CollectiveTimeoutError, match="did not come"):
+    with pytest.raises(mpidist.CollectiveTimeoutError, match="did not reach"):
         strategy.run(lambda: 1.0)
     wait_for_reports()
     # On a busy machine others may be reported as well: for the first call, and by who
     # waits before rank 0 does.
     who = "" if rank == 0 else f"rank {sleeper} "
-    told = [x for x in caplog.records if f"{who}did not come" in x.getMessage()]
+    told = [x for x in caplog.records if f"{who}did not reach" in x.getMessage()]
     told = [x for x in told if "float64 (7,)" in x.getMessage()]
     assert [(x.name, x.levelname) for x in told] == [("mpidist", "WARNING")][rank:]
 
@@ -381,7 +381,7 @@ def test_a_merge_fn_that_sleeps(new_strategy, rank):
 
     error = outcome(strategy, step)
     assert isinstance(error, mpidist.CollectiveTimeoutError)
-    assert "rank 0 did not come" in str(error)
+    assert "rank 0 did not reach" in str(error)
     assert "merge_fn" in str(error)
 
 

@@ -93,7 +93,7 @@ def test_the_stall_report_and_the_deadline(kind, monkeypatch, caplog):
     reports = [one.getMessage() for one in caplog.records if one.name == "mpidist"]
     assert reports  # on a busy machine some ranks may not wait yet
     assert max(len(text.splitlines()) for text in [*reports, first]) <= 20
-    assert "rank 50 did not come to call 2 within 8 s:" in first
+    assert "rank 50 did not reach call 2 within 8 s:" in first
     if kind == "one call":
         assert "ranks 0-49, 51-63 waited in all_reduce SUM float64 (1,)" in first
     else:
@@ -126,7 +126,7 @@ def test_ranks_that_wait_for_a_shorter_time_are_not_missing(caplog, elements):
 
     testing.run(3, program, timeout_seconds=120)
     (report,) = (one.getMessage() for one in caplog.records if one.name == "mpidist")
-    assert report.startswith("mpidist: rank 2 did not come to call ")
+    assert report.startswith("mpidist: rank 2 did not reach call ")
     both = "ranks 0-1 waited in all_reduce SUM float64 (1,)"
     own = "rank 0 waited in all_reduce SUM float64 (1,); rank 1 waited in all_reduce "
     assert f": {both if elements == 1 else own}" in report

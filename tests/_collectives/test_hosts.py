@@ -173,7 +173,7 @@ def check_given_up(
     for rank, names in missing.items():
         seconds, text = json.loads((folder / f"error.{rank}").read_text())
         assert seconds < TIMEOUT + LATER
-        assert text.startswith(f"[rank {rank}] {names} did not go on in call "), text
+        assert text.startswith(f"[rank {rank}] {names} made no progress in call "), text
         assert (folder / f"code.{rank}").read_text() == "3"
 
 
@@ -202,7 +202,7 @@ def test_a_stopped_rank_on_another_host_is_reported(make_hosts):
         await_files(hosts.folder, "in.3", 1, 120, job)
         missing = dict.fromkeys(range(3), "rank 3")
         check_given_up(hosts.folder, missing, job, time.monotonic())
-        assert "mpidist: rank 3 did not go on in call" in job.output()
+        assert "mpidist: rank 3 made no progress in call" in job.output()
 
 
 @pytest.mark.parametrize("elements", [rarely(60_000), 600_000])
@@ -226,9 +226,9 @@ def test_a_stopped_rank_on_one_node_is_reported(tmp_path, elements):
     for rank in (0, 2):
         seconds, text = json.loads((tmp_path / f"error.{rank}").read_text())
         assert seconds < TIMEOUT + LATER
-        assert text.startswith(f"[rank {rank}] rank 1 did not go on in call "), text
+        assert text.startswith(f"[rank {rank}] rank 1 made no progress in call "), text
         assert (tmp_path / f"code.{rank}").read_text() == "3"
-    assert "mpidist: rank 1 did not go on in call" in errors
+    assert "mpidist: rank 1 made no progress in call" in errors
 
 
 @slow
@@ -326,4 +326,4 @@ def test_a_black_hole_ends_the_job_if_that_is_asked_for(make_hosts):
         by_mpirun = "PRTE has lost communication" in job.output()
         assert by_rank or (by_mpirun and virtual.is_open_mpi()), job.output()
         if by_rank:
-            assert "rank 1 did not go on in call" in job.output()
+            assert "rank 1 made no progress in call" in job.output()

@@ -139,7 +139,7 @@ def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away, monkeypatch
     messages = raises_everywhere(
         mpidist.CollectiveTimeoutError, lambda: strategy.run(late)
     )
-    assert all(f"rank {missing} did not come" in message for message in messages)
+    assert all(f"rank {missing} did not reach" in message for message in messages)
 
 
 @mpi

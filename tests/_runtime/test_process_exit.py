@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_come_to_its_end(how):
     settings = {"DEADLINE": "2", "MPIDIST_STALL_SECONDS": "0.5"}
     code, _, err = end_of(body, **settings)
     assert code != 0
-    line, error = (x for x in err.splitlines() if "rank 1 did not come to call" in x)
+    line, error = (x for x in err.splitlines() if "rank 1 did not reach call" in x)
     assert line.startswith("mpidist: rank")
     assert "waited in the end of the program" in line
     assert "all_reduce" in line or "the end of run" in line  # its last call
@@ -247,7 +247,7 @@ def test_a_time_out_can_end_a_program_that_would_catch_it():
     assert code != 0
     assert out == ""
     assert "mpidist: rank 0 raised an exception, ending the job:" in err
-    assert "CollectiveTimeoutError: [rank 0] rank 1 did not come to call" in err
+    assert "CollectiveTimeoutError: [rank 0] rank 1 did not reach call" in err
 
 
 def test_a_time_out_that_is_caught_lets_the_program_end():

@@ -215,7 +215,7 @@ def test_calls_that_were_begun_are_beside_the_program(tmp_path):
     assert files.load(tmp_path / "run.json").spans == spans
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert sorted(names.values()) == ["strategy 1", "strategy 1, calls begun"]
+    assert sorted(names.values()) == ["strategy 1", "strategy 1, asynchronous calls"]
     threads = {e["args"]["call"]: e["tid"] for e in events if e["ph"] == "X"}
     assert threads[0] == threads[1] != threads[2]
     pytest.importorskip("matplotlib")

@@ -303,7 +303,7 @@ GUESTS: Final[dict[str, Verb]] = {
 
 
 # What a rank says that has waited until its deadline.
-_AT_DEADLINE: Final = ("did not come", "did not go on", "wait, for different things")
+_AT_DEADLINE: Final = ("did not reach", "made no progress", "wait in different calls")
 
 
 class Result(NamedTuple):

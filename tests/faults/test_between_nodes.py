@@ -133,7 +133,7 @@ def test_a_rank_that_is_stopped_between_nodes(tmp_path, where, size):
     done = run_job(tmp_path, size, where, "stop")
     found = re.findall(r"^rank (\d+) after \S+ Collecti\w+ (.*)$", done.stdout, re.M)
     assert sorted(int(rank) for rank, _ in found) == [0, *range(2, size)], done
-    what = "rank 1 did not come" if where == "header" else "did not go on in call"
+    what = "rank 1 did not reach" if where == "header" else "made no progress in call"
     assert all(what in text for _, text in found), done
 
 

@@ -29,5 +29,5 @@ def test_a_job_of_many_processes(tmp_path):
     assert lines[2].startswith("  ranks 10-63: all_reduce SUM float64 (3,)")
     assert len(lines) == 4
     reports = result.stderr.split("REPORT\n")[1:]
-    assert any(" did not come to call " in text for text in reports), result.stderr
+    assert any(" did not reach call " in text for text in reports), result.stderr
     assert max(len(text.splitlines()) for text in reports) <= 20, result.stderr

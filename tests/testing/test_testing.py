@@ -369,7 +369,7 @@ def test_a_deadline_names_who_is_missing():
 
     with pytest.raises(mpidist.CollectiveTimeoutError) as caught:
         testing.run(3, program, timeout_seconds=3)
-    assert "rank 1 did not come to call 2 within 3 s" in str(caught.value)
+    assert "rank 1 did not reach call 2 within 3 s" in str(caught.value)
     assert "did not end" not in "".join(caught.value.__notes__)
 
 
