@@ -321,7 +321,7 @@ class Cluster:
         env["VIRTUAL_ENV"] = sys.prefix
         # Without these Open MPI looks for networks for a second; and the pmi2 of SLURM
         # 22.05 refuses some of the long addresses that UCX has (in MPICH).
-        env.update(OMPI_MCA_pml="ob1", OMPI_MCA_btl="self,sm,tcp")
+        env.update(OMPI_MCA_pml="ob1", OMPI_MCA_btl="^ofi")
         env.update(MPIR_CVAR_CH4_NETMOD="ofi", FI_PROVIDER="tcp")
         return env
 
