@@ -162,7 +162,7 @@ class Breakdown:
         """Give up after an exception in the middle of a call; return what to raise.
 
         Args:
-            what: this rank was in.
+            what: the call that this rank was in.
             error: the exception: usually a signal's; `LeftError` if another rank has
                 left; or MPI's, because one is lost.
         """
@@ -248,7 +248,7 @@ class Breakdown:
         """Raise if a rank is lost.
 
         Args:
-            what: this rank is in.
+            what: the call that this rank is in.
 
         Raises:
             ReplicaLostError: if one is.

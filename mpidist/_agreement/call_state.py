@@ -39,8 +39,8 @@ class CallState(_CoreCallState):
         cut_off: whether an exception came in the middle of a call of the core.
         sections: one entry for each open section, outermost first: the exception that
             calls in it raise, once some rank is known not to be in it; None until then.
-        async_calls: None: there were none.
-        observers: are told of each call; None: there are none.
+        async_calls: those that were begun; None: there were none.
+        observers: tells those of this strategy of each call; None: there are none.
     """
 
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:

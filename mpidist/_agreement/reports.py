@@ -83,6 +83,8 @@ class Reports:
             self.calls = {report.call for report in reports}
             found = judge(self._comm.rank, reports) if error is None else error
             as_told(found)
+            # A section that some rank has not entered has no end that all ranks come
+            # to: until this rank leaves it, the calls in it raise.
             for level in range(min(report.depth for report in reports), len(sections)):
                 sections[level] = found
             self._call_state.blocked |= self._call_state.deserted is not None

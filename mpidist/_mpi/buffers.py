@@ -130,20 +130,22 @@ class BufferCollectives:
         exchanges = op == "SUM" and receive.nbytes >= self.algorithm.exchanged_bytes
         begin = self._begin_exchange if exchanges else self._begin_reduction
         slots = self._slots(receive, pieces, needed=exchanges or send is None)
-        pending: list[Callable[[], Transfer]] = []
-        last: list[Transfer] = []
+        # A piece has one or two collectives: `begin` starts the first, and returns what
+        # ends it, and starts the second.
+        ends: list[Callable[[], Transfer]] = []
+        begun: list[Transfer] = []
         try:
             for number, part in enumerate(pieces):
                 if number >= self.algorithm.in_flight:
-                    last.append(pending[number - self.algorithm.in_flight]())
+                    begun.append(ends[number - self.algorithm.in_flight]())
                 source = None if send is None else send[part]
                 slot = slots[number % self.algorithm.in_flight]
-                pending.append(begin(source, receive[part], slot, op))
-            last.extend(end() for end in pending[len(last) :])
-            for transfer in last:
+                ends.append(begin(source, receive[part], slot, op))
+            begun.extend(end() for end in ends[len(begun) :])
+            for transfer in begun:
                 self.finish(transfer)
         except BaseException:
-            leak((send, receive, slots, pending, last))  # others may be in progress
+            leak((send, receive, slots, ends, begun))  # others may be in progress
             raise
 
     def _allreduce_on_device(

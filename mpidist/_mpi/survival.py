@@ -73,7 +73,7 @@ def agree(comm: MpiComm, flag: int, wait: Callable[[MpiRequest], None]) -> int:
 
     Args:
         comm: the processes, of which some may have died.
-        flag: this process's: bits.
+        flag: the bits of this process.
         wait: waits for a request. It may raise: then this process takes no part in
             what the others agree on.
 

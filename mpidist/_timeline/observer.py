@@ -149,7 +149,7 @@ class Observers:
     """Tells observers of the calls of one strategy on this rank.
 
     Args:
-        observers: they.
+        observers: who is told.
         strategy: the number of the strategy in this process.
     """
 
@@ -302,7 +302,7 @@ class Observers:
         """Tell of a wait that is long.
 
         Args:
-            what: this rank waits for.
+            what: the call that this rank waits for.
             waited: for so many seconds, until now.
             number: of the call, if none is in progress.
         """
