@@ -278,7 +278,7 @@ def _own_facts(feed: Feed) -> dict[str, str]:
     if feed.by_file:
         rows = (
             f"FILE: each replica opens 1 of {feed.group.num_replicas} inputs of the "
-            f"`interleave`; this one takes {feed.batch_size} rows in a step"
+            f"`interleave`; this one takes up to {feed.batch_size} rows in a step"
         )
     ends = "a rank without rows gets empty arrays until all are done"
     return {"steps": names.get(count, steps), "rows": rows, "uneven ends": ends}
