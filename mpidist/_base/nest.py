@@ -54,7 +54,7 @@ class Structure:
         self._text = LEAF.join(self._parts)
         identity = order == list(range(len(order)))
         self._order = None if identity else order
-        self.keyed = "{" in self._text
+        self.keyed: bool = "{" in self._text
 
     @property
     def num_leaves(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist._base.expect import expect
 from mpidist._base.types import HostArray, Nest
+from mpidist._values.variable import Variable
 from mpidist.metrics._confusion import _ratio
 from mpidist.metrics._metrics import Metric, _array, _of_shape, _weights
 
@@ -58,7 +59,7 @@ class IoU(Metric):
         self._sparse = sparse_y_true, sparse_y_pred
         self._axis = axis
         shape = (num_classes, num_classes)
-        self.total_cm = self.add_weight(shape, name="total_confusion_matrix")
+        self.total_cm: Variable = self.add_weight(shape, name="total_confusion_matrix")
 
     def update_state(
         self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
