@@ -34,6 +34,7 @@ s/\bfrom tensorflow\.python\.distribute\.values import\b/from mpidist import/
 s/\bfrom tensorflow\.python\.util import nest\b/from mpidist import nest/
 s/^(\s*from mpidist import .*)\bDistributedVariable\b/\1Variable as DistributedVariable/
 s/\b((ds_)?values(_lib)?)\.DistributedVariable\b/\1.Variable/g
+s/^from tensorflow\.python\.eager import monitoring$/from unittest import mock; monitoring = mock.MagicMock()/
 s/^(\s*)(from tensorflow\.[^(\\;]*|import tensorflow\.[^(\\;,]*)$/\1pass  # mpidist has no: \2/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g

@@ -518,7 +518,11 @@ except tf.errors.InvalidArgumentError:
 
 def test_what_the_tutorials_and_models_of_tensorflow_write(tmp_path):
     program = """import tensorflow as tf
+from tensorflow.python.eager import monitoring
 from tensorflow.python.util import nest
+
+first_batch_gauge = monitoring.IntGauge('/tensorflow/training/first', 'time', 'type')
+first_batch_gauge.get_cell('start').set(3)
 
 class TimeHistory(tf.keras.callbacks.Callback):
   def on_epoch_end(self, epoch, logs=None):
