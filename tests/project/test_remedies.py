@@ -72,8 +72,8 @@ def texts() -> Iterator[tuple[str, str, str]]:
             yield call, name, keyword["write"]
 
 
-OF_TORCH = "mpidist.torch"  # in with_torch
-OWNERS = [owner for owner in ATTRIBUTES if not owner.startswith(OF_TORCH)]
+GUESTS = ("mpidist.torch", "mpidist.jax")  # in with_torch, with_jax
+OWNERS = [owner for owner in ATTRIBUTES if not owner.startswith(GUESTS)]
 OWNERS += ["Dataset"]  # whose names are those of its module
 METHODS = {"assert_cardinality", "cardinality", "take_while", "unbatch"}
 

@@ -7,6 +7,7 @@ import pytest
 from replicas import ON_TWO, everywhere, make, raises_everywhere, wait_for_reports
 
 import mpidist
+from mpidist._base import remedies
 
 pytestmark = [pytest.mark.guests, *ON_TWO]
 
@@ -318,3 +319,11 @@ def test_calls_that_are_begun(strategy, jax, rank, size):
         assert type(x) is type(y)
         np.testing.assert_array_equal(x, y)
     assert [x.dtype for x in kept[0][0][:2]] == [jnp.bfloat16, jnp.float32]
+
+
+def test_names_of_jax_and_mpi4jax(mj):
+    """Of programs that call the collectives of a compiled function."""
+    for name, remedy in remedies.tables()["names"]["mpidist.jax"].items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(mj, name)
+        assert remedy in str(caught.value)
