@@ -118,7 +118,7 @@ s/\btf\.(math\.)?reduce_(all|any|max|mean|min|prod|std|sum)\b/np.\2/g
 s/\bin tf\.range\(/in range(/g
 s/\btf\.(math\.)?(abs|add|ceil|cos|divide|equal|exp|floor|greater|greater_equal|less|less_equal)\b/np.\2/g
 s/\btf\.(math\.)?(log|logical_and|logical_not|logical_or|maximum|minimum|mod|multiply|not_equal|round)\b/np.\2/g
-s/\btf\.(math\.)?(sign|sin|sqrt|square|subtract|tanh)\b/np.\2/g
+s/\btf\.(math\.|nn\.)?(sign|sin|sqrt|square|subtract|tanh)\b/np.\2/g
 s/\btf\.(ones|zeros)\((shape *= *)?(\[[^][]*\]|\([^()]*\)|[^][(),=]+)\)/np.\1(\3, np.float32)/g
 s/\btf\.(linalg\.)?(einsum|expand_dims|eye|linspace|matmul|meshgrid|ones|ones_like|reshape)\b/np.\2/g
 s/\bnp\.matmul\((([^][(),]|\[[^][]*\]|\(([^()]|\([^()]*\))*\))+), *(([^][(),]|\[[^][]*\]|\(([^()]|\([^()]*\))*\))+), *transpose_a=True/np.matmul(np.swapaxes(\1, -1, -2), \4/g
@@ -160,6 +160,14 @@ s/\btf\.concat\b/np.concatenate/g
 s/\btf\.fill\b/np.full/g
 s/\btf\.range\b/np.arange/g
 s/\btf\.(math\.)?arg(max|min)\(([^(),]*), *(axis=)?(-?[0-9]+)\)/np.arg\2(\3, axis=\5)/g
+s/\btf\.(math\.)?arg(max|min)\(/(lambda input, axis=None, output_type="int64", name=None: np.arg\2(input, axis or 0).astype(output_type))(/g
+s/\btf\.(math\.)?cumsum\(/(lambda x, axis=0, *, name=None: np.cumsum(x, axis))(/g
+s/\btf\.(math\.)?(div|divide)_no_nan\(/(lambda x, y, name=None: np.divide(x, y, out=np.zeros(np.broadcast(x, y).shape, np.result_type(x, y, "f4")), where=np.not_equal(y, 0)))(/g
+s/\btf\.(math\.)?squared_difference\(/(lambda x, y, name=None: np.square(np.subtract(x, y)))(/g
+s/\btf\.clip_by_norm\(/(lambda t, clip_norm: t * (clip_norm \/ np.maximum(np.linalg.norm(t), clip_norm)))(/g
+s/\btf\.gather\(/(lambda params, indices, *, axis=0, name=None: np.take(params, indices, axis=axis))(/g
+s/\btf\.linalg\.matvec\(/(lambda a, b: np.einsum("...ij,...j->...i", a, b))(/g
+s/\btf\.nn\.softmax\(/(lambda logits, axis=-1, name=None: (lambda e: e \/ e.sum(axis, keepdims=True))(np.exp(logits - np.max(logits, axis, keepdims=True))))(/g
 s/\btf\.where\((([^(),]|\(([^()]|\([^()]*\))*\))*),/np.where(\1,/g
 s/\btf\.(control_dependencies|device|init_scope|name_scope)\(/contextlib.nullcontext(/g
 s/\btf\.logging\.set_verbosity\(/tf_logging.basicConfig(level=/g

@@ -190,6 +190,15 @@ labels = [1, -1]  # which is no class
 one_hot = tf.one_hot(labels, depth=2)
 x = tf.constant([[3.0, 4.0], [0.0, 0.0]])
 norm, turned = tf.norm(x), tf.transpose(x, perm=[1, 0])
+ratio = tf.math.divide_no_nan(x[0], x[1] + [0.0, 2.0])
+counts = tf.Variable(2.0), tf.Variable(0.0)
+others = tf.math.divide_no_nan(*counts), tf.math.divide_no_nan(1.0, counts[0])
+first = tf.argmax(x), tf.argmin(x, axis=-1, output_type=tf.int32), tf.argmax(x, 1)
+summed = tf.cumsum(x + 1.0)
+rows = tf.gather(x, [[1, 0]]), tf.gather(x, 1, axis=1)
+product = tf.linalg.matvec(x, [1.0, 2.0]), tf.math.squared_difference(3.0, x[0])
+clipped = tf.clip_by_norm(x, 1.0), tf.clip_by_norm(x, 9.0)
+shares = tf.nn.softmax(x), tf.nn.softmax(x, axis=0), tf.nn.tanh(0.0)
 larger = tf.cond(tf.math.mod(norm, 2) < 1.0,
                  lambda: tf.boolean_mask(x, labels),
                  false_fn=lambda: tf.boolean_mask(x, x > 3.0),
@@ -200,6 +209,22 @@ losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=[0, 1],
     found: dict[str, object] = {}
     exec(ported(program, tmp_path).read_text(), found)
     assert found["one_hot"].tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    assert (found["ratio"].tolist(), found["others"]) == ([0.0, 2.0], (0.0, 0.5))
+    assert [x.tolist() for x in found["first"]] == [[0, 0], [0, 0], [1, 0]]
+    assert found["first"][1].dtype == np.int32
+    assert found["summed"].tolist() == [[4.0, 5.0], [5.0, 6.0]]
+    assert [x.tolist() for x in found["rows"]] == [
+        [[[0.0, 0.0], [3.0, 4.0]]],
+        [4.0, 0.0],
+    ]
+    assert [x.tolist() for x in found["product"]] == [[11.0, 0.0], [0.0, 1.0]]
+    for clipped, row in zip(found["clipped"], ([0.6, 0.8], [3.0, 4.0]), strict=True):
+        np.testing.assert_allclose(clipped, [row, [0.0, 0.0]])
+    e = np.exp(1.0)
+    np.testing.assert_allclose(
+        found["shares"][0], [[1 / (1 + e), e / (1 + e)], [0.5] * 2]
+    )
+    np.testing.assert_allclose(found["shares"][1].sum(0), 1.0)
     assert (found["norm"], found["turned"].tolist()) == (5.0, [[3.0, 0.0], [4.0, 0.0]])
     assert found["larger"].tolist() == [4.0]
     assert found["losses"] == pytest.approx(np.log([1 + np.e, 2]))
