@@ -74,7 +74,13 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
                 os.chmod(beside, mode)
             os.rename(beside, path)
             sync_directory(parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, FileNotFoundError) and not os.path.exists(beside):
+            raise OSError(
+                f"the temporary {beside!r} is gone: another process saves to {path!r}, "
+                "too; under mpirun save in the scope of a strategy (`with "
+                "mpidist.MPIStrategy().scope():`), where rank 0 writes for all"
+            ) from error
         shutil.rmtree(beside, ignore_errors=True)
         raise
     if number > 1:

@@ -24,6 +24,7 @@ from launching import (
 from replicas import slow
 
 import mpidist
+from mpidist._checkpoints import manifest
 
 KILLED_AT_EACH_STEP = """
 import os, sys
@@ -194,3 +195,22 @@ def test_training_goes_on_after_a_kill(tmp_path):
     assert repr(ends[0].states) == repr(ends[1].states)
     losses = [(tmp_path / f"{name}.json").read_text() for name in ("whole", "killed")]
     assert losses[0] == losses[1]
+
+
+def test_two_processes_that_save_to_one_path(tmp_path, monkeypatch):
+    """Without a strategy each process writes: the one that finds it out says so."""
+    path = tmp_path / "saved"
+    first, second = (mpidist.Checkpoint(v=mpidist.Variable(x)) for x in (1.0, 2.0))
+    write_manifest = manifest.write_manifest
+
+    def write(*args):
+        monkeypatch.undo()
+        second.save(path)
+        write_manifest(*args)
+
+    monkeypatch.setattr(manifest, "write_manifest", write)
+    with pytest.raises(OSError, match=r"another process saves to .*MPIStrategy\(\)"):
+        first.save(path)
+    first.restore(path)
+    assert first.v == 2.0
+    assert [one.name for one in tmp_path.iterdir()] == ["saved"]
