@@ -70,7 +70,7 @@ class ReplicaDevice:
     """What stands for the device of a replica: `mpidist.MirroredStrategy` takes it.
 
     Attributes:
-        name: "/device:GPU:*" or "/device:CPU:0".
+        name: ``"/device:GPU:*"`` or "/device:CPU:0".
         device_type: "GPU" or "CPU".
     """
 
