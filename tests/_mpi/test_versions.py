@@ -111,7 +111,7 @@ def test_the_problem_of_one_rank_is_raised_on_all():
 
 
 def test_what_ranks_say_of_themselves_comes_to_all():
-    given = [versions.write(look=lambda k=k: {"place": k}) for k in range(2)]
+    given = [versions.write(more=lambda k=k: {"place": k}) for k in range(2)]
     for rank in range(2):
         said, _ = versions.judge(rank, given)
         assert [one["place"] for one in said] == [0, 1]
