@@ -94,7 +94,7 @@ class IoU(Metric):
         matrix = self.total_cm.numpy()
         both = matrix.diagonal()
         union = (matrix.sum(0) + matrix.sum(1) - both)[self._targets]
-        present = max(np.count_nonzero(union), 1)
+        present = int(np.count_nonzero(union)) or 1
         return np.float64(_ratio(both[self._targets], union).sum() / present)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -365,8 +366,11 @@ def test_each_replica_opens_files_of_its_own(strategy, rank, size, how):
     mine = mine_of(strategy, dataset)
     files = [row // 10 for batch in mine for row in batch]
     assert list(dict.fromkeys(files)) == file_order()[rank::size]
-    full = split_by_plan(6, size, rank, 6)
-    assert max(map(len, mine)) == full[1] - full[0]
+    plan = [split_by_plan(6, size, k, 6) for k in range(size)]
+    turns = itertools.cycle(plan[rank:] + plan[:rank])
+    *filled, last = zip(filter(None, mine), turns, strict=False)
+    assert all(len(batch) == stop - start for batch, (start, stop) in filled)
+    assert len(last[0]) <= last[1][1] - last[1][0]
     rows = [row for part in everywhere(mine) for batch in part for row in batch]
     assert sorted(rows) == [10 * f + i for f in range(5) for i in range(3 + f)]
     # All make the same number of steps.
