@@ -41,7 +41,7 @@ mpi_variables() {
   # Open MPI's TCP otherwise moves large messages in one direction at a time, and asks before it sends 64 KiB
   # (docs/guide/launching.md).
   export OMPI_MCA_btl_tcp_flags=${OMPI_MCA_btl_tcp_flags:-1}
-  export OMPI_MCA_btl_tcp_eager_limit=${OMPI_MCA_btl_tcp_eager_limit:-262144}
+  export OMPI_MCA_btl_tcp_eager_limit=${OMPI_MCA_btl_tcp_eager_limit:-263168}
   if [[ -n ${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-} ]]; then return; fi
   # Open MPI 5 closes this module, which ranks of one node do not use, with a `sleep(1)` in MPI_Init.
   export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}

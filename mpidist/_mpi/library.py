@@ -30,7 +30,7 @@ _MEMORY_KINDS: Final = "mpi_memory_alloc_kinds"
 
 OPEN_MPI_SETTINGS: Final = {
     "OMPI_MCA_btl_tcp_flags": "1",
-    "OMPI_MCA_btl_tcp_eager_limit": "262144",
+    "OMPI_MCA_btl_tcp_eager_limit": "263168",
 }
 """What Open MPI gets, where nothing else is set, to be faster between nodes.
 
