@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
@@ -14,6 +13,7 @@ from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import HostArray, Nest, Own
 from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._runtime.registry import Components, Key, Registry
 from mpidist._values.array_like import BINARY_NAMES, ArrayLike
@@ -61,6 +61,7 @@ class DistributedValues(Components, Generic[Own]):
         self._home = group.registry
 
     @property
+    @tells("values", lambda self: readers(self._home))
     def values(self) -> tuple[Own, ...]:
         """The components that this process can see, in replica order.
 
@@ -95,7 +96,11 @@ class DistributedValues(Components, Generic[Own]):
         )
 
 
-@tells("values", operator.attrgetter("group"))
+def readers(home: Registry) -> ReplicaGroup | None:
+    """Return the ranks that read ``values`` together; None: each reads its own."""
+    return home.group if home.shows_all else None
+
+
 def visible(home: Registry, own: Nest) -> tuple[Nest, ...]:
     """Return what a program sees of the component of each rank, outside of merge_fn.
 

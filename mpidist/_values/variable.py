@@ -23,7 +23,7 @@ from mpidist._runtime.registry import Registered, home_of, key_of
 from mpidist._values.arguments import Attributes, check_attributes, initial_array
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import by_creators
-from mpidist._values.distributed import Mirrored, visible
+from mpidist._values.distributed import Mirrored, readers, visible
 from mpidist._values.storage import (
     DividedStorage,
     OnReadStorage,
@@ -192,6 +192,7 @@ class Variable(ArrayLike, Registered):
         return self._storage.group.strategy
 
     @property
+    @interruptions.tells("values", lambda self: readers(self._storage.group.registry))
     def values(self) -> tuple[Array, ...]:
         """The copies that this process can see: its own, read-only.
 

@@ -174,6 +174,21 @@ def local_results(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) 
     )
 
 
+def values(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
+    own, registry = strategy.run(lambda: np.ones(3)), group_of(strategy).registry
+    total = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
+
+    def read_all() -> Any:
+        registry.shows_all = True  # as that of a MirroredStrategy
+        try:
+            shown = strategy.experimental_local_results({"own": own, "total": total})
+            return own.values, total.values, shown
+        finally:
+            registry.shows_all = False
+
+    return read_all
+
+
 def commit(strategy: mpidist.Strategy, v: mpidist.Variable, folder: str) -> Any:
     metric = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
     state = mpidist.elastic.State(
@@ -294,6 +309,7 @@ VERBS: Final[dict[str, Verb]] = {
     "save": save,
     "restore": restore,
     "commit": commit,
+    "values": values,
 }
 # Of programs with torch, which not every environment has.
 GUESTS: Final[dict[str, Verb]] = {

@@ -49,6 +49,7 @@ def numbers_of(count):
         "read",
         "commit",
         "dataset",
+        "values",
         pytest.param("torch", marks=pytest.mark.guests),
         pytest.param("torch overlap", marks=pytest.mark.guests),
     ],
