@@ -152,23 +152,47 @@ def check_not_alone(comm: MpiComm) -> None:
         RuntimeError: in that case, with what to write instead.
     """
     mpi = mpi_module()
-    if comm != mpi.COMM_WORLD or comm.Get_size() > 1:
+    launch = _find_launch_of_several()
+    if launch is None or comm != mpi.COMM_WORLD or comm.Get_size() > 1:
         return
-    launch = launcher.find_launch()
-    if launch is None or launch.size is None or launch.size == 1:
+    why = launcher.describe_alone(launch, mpi.Get_library_version())
+    raise _alone("MPIStrategy", launch, why, ", or pass `comm=MPI.COMM_SELF`")
+
+
+def check_uses_mpi() -> None:
+    """Refuse the default strategy if the launcher started several processes.
+
+    Not if this process has used MPI, or one above it, which may be the rank.
+
+    Raises:
+        RuntimeError: in that case, with what to write instead.
+    """
+    if "mpi4py.MPI" in sys.modules:
         return
-    which = "" if launch.rank is None else f"process {launch.rank}: "
-    raise RuntimeError(
-        f"MPIStrategy: {which}"
-        f"{launcher.describe_alone(launch, mpi.Get_library_version())}. Each would be "
-        "a program of one replica, and all would write the same files. If that is "
-        f"meant, set {launcher.ALLOW_ALONE}=1, or pass `comm=MPI.COMM_SELF`"
+    launch = _find_launch_of_several()
+    if launch is None or launcher.find_rank_above() is not None:
+        return
+    why = (
+        f"the launcher started {launch.size} processes, and this is the default "
+        "strategy; write `strategy = mpidist.MPIStrategy()`"
     )
+    raise _alone("scope", launch, why)
 
 
-def was_started() -> bool:
-    """Return whether this process has used MPI, or a rank above it may have."""
-    return "mpi4py.MPI" in sys.modules or launcher.find_rank_above() is not None
+def _find_launch_of_several() -> launcher.Launch | None:
+    launch = launcher.find_launch()
+    return launch if launch is not None and (launch.size or 1) > 1 else None
+
+
+def _alone(
+    call: str, launch: launcher.Launch, why: str, otherwise: str = ""
+) -> RuntimeError:
+    which = "" if launch.rank is None else f"process {launch.rank}: "
+    return RuntimeError(
+        f"{call}: {which}{why}. Each would be a program of one replica, and all would "
+        f"write the same files. If that is meant, set {launcher.ALLOW_ALONE}=1"
+        f"{otherwise}"
+    )
 
 
 def world_rank() -> int | None:

@@ -21,12 +21,11 @@ from mpidist._base.environment import debugging, read_environment
 from mpidist._base.errors import level_of_caller
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
-from mpidist._mpi import launcher, library
+from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values import creators
 from mpidist._values.distributed import PerReplica
-from mpidist.cluster import this_process
 
 _S = TypeVar("_S")
 
@@ -235,7 +234,8 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
         """Enter cross-replica context; of the default strategy: change nothing."""
         frame: contextlib.AbstractContextManager[None] = context.scope(self._group)
         if not self._group.is_mpi:
-            _require_one_process()
+            if threads.current() is None and not read_environment().alone:
+                library.check_uses_mpi()
             frame = contextlib.nullcontext()
         frame.__enter__()
         self._entered.append((frame, creators.current()))
@@ -252,25 +252,6 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
             )
         frame.__exit__(*error)
         self._entered.pop()
-
-
-def _require_one_process() -> None:
-    """Refuse the scope of the default strategy to a program that means all ranks.
-
-    Raises:
-        RuntimeError: if the launcher started several processes, and none of the
-            program has used MPI.
-    """
-    process = this_process()
-    knows = threads.current() is not None or library.was_started()
-    if process.size > 1 and not knows and not read_environment().alone:
-        raise RuntimeError(
-            f"scope: process {process.rank}: the launcher started {process.size} "
-            "processes, of which each would be a program of one replica in the default "
-            "strategy, and all would write the same files; write `strategy = "
-            "mpidist.MPIStrategy()`. If that is meant, set "
-            f"{launcher.ALLOW_ALONE}=1"
-        )
 
 
 # The groups of several ranks that this process is in, and that no warning has named.
