@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import rank_environment
+from launching import ROOT, rank_environment
 
 from mpidist._mpi.library import OPEN_MPI_SETTINGS
 
@@ -64,3 +64,17 @@ def test_open_mpi_is_given_what_it_needs_between_nodes():
     limit = "btl_tcp_eager_limit"
     assert read_settings("os", [limit], **{prefix + limit: "70000"})[limit] == "70000"
     assert read_settings("mpi4py.MPI", [limit])[limit] != wanted[limit]
+
+
+def test_the_scripts_set_the_same():
+    """For programs that start MPI themselves."""
+    scripts = [
+        *(ROOT / "launch" / "slurm").glob("*.sbatch"),
+        ROOT / "launch" / "lib" / "env.sh",
+        ROOT / "mpidist" / "_cli" / "job.sbatch",
+    ]
+    assert len(scripts) > 5
+    for script in scripts:
+        text = script.read_text()
+        for name, value in OPEN_MPI_SETTINGS.items():
+            assert f"export {name}=${{{name}:-{value}}}" in text, script
