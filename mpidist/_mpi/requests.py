@@ -53,7 +53,7 @@ class Transfer:
         buffers: Any,
         read: Callable[[], Any] | None = None,
     ) -> None:
-        self.Test = test
+        self.Test: Callable[[], bool] = test
         self._buffers = buffers
         self._read = read
 
