@@ -18,7 +18,8 @@ from mpidist._collectives.plan import Signature
 from mpidist._collectives.resources import Resources
 from mpidist._mpi.allreduce_algorithm import Algorithm
 from mpidist._mpi.communicator import Communicator
-from mpidist._mpi.ops import handles_of
+from mpidist._mpi.library import mpi_module
+from mpidist._mpi.ops import host_op
 
 # Of nests that are copied into one buffer, or gathered.
 _MOST_COPIED_BYTES: Final = 2**20
@@ -83,5 +84,6 @@ def _new_core(
     arguments = guard.channel, rows, 0, number, guard.timeout_ms, True
     if algorithm is None:
         return _native.core.Reduce(*arguments, nbytes=nbytes)
-    handles = [handles_of(row.dtype, row.operation) for row in rows]
+    handle = mpi_module()._handleof
+    handles = [tuple(map(handle, host_op(row.dtype, row.operation))) for row in rows]
     return _native.core.Reduce(*arguments, algorithm[:3], handles, nbytes)
