@@ -24,7 +24,7 @@ from mpidist.data._rows import (
     longest_text,
     map_like,
 )
-from mpidist.data._stage import (
+from mpidist.data._stages import (
     END,
     INFINITE,
     UNKNOWN,

@@ -42,7 +42,6 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
 from mpidist.data._ahead import Ahead, read_ahead
-from mpidist.data._inputs import Calls, Items, input_of, state_of
 from mpidist.data._options import (
     AutoShardPolicy,
     InputContext,
@@ -62,11 +61,12 @@ from mpidist.data._rows import (
 from mpidist.data._shards import (
     check_options,
     describe_split,
+    input_of,
     split_input,
     split_rows,
 )
-from mpidist.data._stage import Block, Stage, TooShortError
-from mpidist.data._stages import Part
+from mpidist.data._sources import Calls, Items, state_of
+from mpidist.data._stages import Block, Part, Stage, TooShortError
 
 _DIFFERENT_ROWS: Final = (
     "the arrays of the dataset are not the same on all ranks, but each reads its part "

@@ -15,7 +15,7 @@ from mpidist._base.types import Nest
 from mpidist.data._ahead import Ahead, read_ahead
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from mpidist.data._rows import block_of
-from mpidist.data._stage import Stage, Token
+from mpidist.data._stages import Stage, Token
 
 FORMAT: Final = 1
 _KINDS: Final = {

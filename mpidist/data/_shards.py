@@ -10,8 +10,7 @@ from typing import Any, Final
 from mpidist._base.expect import expect
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._combinations import Batch, Interleave
-from mpidist.data._dataset import Dataset
-from mpidist.data._inputs import Items, input_of
+from mpidist.data._dataset import Dataset, stage_of
 from mpidist.data._options import (
     AutoShardPolicy,
     InputOptions,
@@ -21,13 +20,14 @@ from mpidist.data._options import (
 from mpidist.data._rows import (
     LazyBlock,
     RowBlock,
+    block_of,
     count_rows,
     join,
     split_as_it_comes,
     split_by_plan,
 )
-from mpidist.data._stage import UNKNOWN, Block, Derived, Pass, Stage, Token
-from mpidist.data._stages import Part
+from mpidist.data._sources import Items, is_nest
+from mpidist.data._stages import UNKNOWN, Block, Derived, Part, Pass, Stage, Token
 
 _CALL: Final = "experimental_distribute_dataset"
 
@@ -90,6 +90,43 @@ def split_input(
             )
         stage = _shard_by_file(stage, group.num_replicas, group.replica_id)
     return stage, policy
+
+
+def input_of(dataset: object, call: str) -> Stage:
+    """Return the stage for a user's dataset."""
+    if isinstance(dataset, Dataset):
+        return stage_of(dataset)
+    if _holds_rows(dataset):
+        raise TypeError(
+            f"{call}: got {_describe(dataset)}, which is not a dataset of batches; "
+            "write `mpidist.data.Dataset.from_tensor_slices(x).batch("
+            "global_batch_size)` for its rows, or a list of batches"
+        )
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if indexed or hasattr(dataset, "__iter__"):
+        return Items(dataset, call)
+    raise TypeError(
+        f"{call}: expected a `mpidist.data.Dataset`, a list of batches, or an iterable "
+        f"of them, got {dataset!r:.80} of type {type(dataset).__name__}"
+    )
+
+
+def _holds_rows(x: object) -> bool:
+    """Whether this is an array, or a nest of arrays: a tuple or dict is one element."""
+    if isinstance(x, list):
+        return bool(x) and all(
+            isinstance(part, (bool, int, float, complex)) for part in x
+        )
+    return is_nest(x)
+
+
+def _describe(x: object) -> str:
+    if hasattr(x, "shape"):
+        return f"a {type(x).__name__} of shape {tuple(x.shape)}"
+    try:
+        return f"{block_of(x, 'dataset')!s:.160}"
+    except TypeError:
+        return f"{x!r:.80}"
 
 
 def split_rows(
