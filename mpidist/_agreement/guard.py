@@ -71,9 +71,6 @@ class Guard(CallState):
     """
 
     # Of the base class; without these lines pyright calls their types ambiguous.
-    call: Call
-    previous_call: Call
-    timeout: float
     async_calls: AsyncCalls | None
     channel: Channel
     blocked: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from mpidist._base.remedies import (
@@ -14,8 +14,9 @@ from mpidist._base.remedies import (
     missing_name,
 )
 from mpidist._checkpoints import contents
-from mpidist._checkpoints.items import LaterItem, VariableItem
-from mpidist._checkpoints.restoring import LeftOut, listed
+from mpidist._checkpoints.items import VariableItem
+from mpidist._checkpoints.remainder import Remainder, unnoticed
+from mpidist._checkpoints.restoring import listed
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
 from mpidist._runtime.interruptions import tells
@@ -124,6 +125,10 @@ class Checkpoint:
         """Return the objects by name."""
         return self._objects.by_name
 
+    def __when_attached__(self, call: Callable[[], None]) -> None:
+        """Have a function called when something is attached."""
+        self._objects.when_attached(call)
+
     @tells("Checkpoint.save", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.save")
     def save(
@@ -207,7 +212,10 @@ class Checkpoint:
                 ``latest_checkpoint`` of a `CheckpointManager` that has none: nothing is
                 restored.
             partial: whether to leave objects that the checkpoint lacks unchanged, and
-                to ignore items that only the checkpoint has.
+                to keep what only the checkpoint has for objects that are attached
+                later: to a `Module` or a `Checkpoint` that was restored. They get their
+                value in that assignment, which is collective then, and raises the same
+                errors.
 
         Returns:
             The names of the restored items, such as "optimizer/momentum", with the
@@ -220,9 +228,7 @@ class Checkpoint:
             RuntimeError: in a replica function or in ``merge_fn``.
         """
         restore = self._objects.read(path, partial, "Checkpoint.restore")
-        if restore is None:
-            return RestoreStatus([], nothing=True)
-        return RestoreStatus(*restore())
+        return RestoreStatus() if restore is None else RestoreStatus(*restore())
 
 
 def objects_of(checkpoint: Checkpoint) -> SavedObjects:
@@ -236,26 +242,19 @@ class RestoreStatus(list[str]):
 
     A list, with the methods of TensorFlow's status object. Without ``partial`` all
     objects and the whole checkpoint are restored when `Checkpoint.restore` returns,
-    except optimizers that have no variables yet. Not collective.
+    except optimizers that have no variables yet. Objects that are attached later are
+    not in the list. Not collective.
 
     Args:
         names: the names.
-        later: the optimizers that restore theirs later.
-        left_out: the items that ``partial=True`` left out: those that the checkpoint
-            lacks, and those that only it has.
-        nothing: whether the path was None, so that nothing was restored.
+        remainder: what was not restored; None: the path was None.
     """
 
     def __init__(
-        self,
-        names: Iterable[str],
-        later: Iterable[LaterItem] = (),
-        left_out: LeftOut = ([], []),
-        *,
-        nothing: bool = False,
+        self, names: Iterable[str] = (), remainder: Remainder | None = None
     ) -> None:
         super().__init__(names)
-        self._later, self._left_out, self._nothing = list(later), left_out, nothing
+        self._remainder = remainder
 
     def expect_partial(self) -> RestoreStatus:
         """Return this status. Write ``restore(path, partial=True)`` for its effect."""
@@ -265,54 +264,62 @@ class RestoreStatus(list[str]):
         """Do nothing: `Checkpoint.restore` has restored."""
 
     def assert_consumed(self) -> RestoreStatus:
-        """Return this status if everything in the checkpoint was restored.
+        """Return this status if everything in the checkpoint was restored by now.
 
         Raises:
-            AssertionError: if ``partial=True`` has left something out; if an optimizer
-                has not made its variables yet; and if the path was None.
+            AssertionError: if something has not; if an optimizer has not made its
+                variables yet; and as `assert_existing_objects_matched`.
         """
+        rest = self._matched()
         self.assert_existing_objects_matched()
-        _refuse_left_out("only in the checkpoint", self._left_out[1])
-        waiting = sorted(item.name for item in self._later if item.waits())
+        if left := sorted(rest.names | rest.lost):
+            _fail(
+                f"only in the checkpoint: {listed(left)}; `partial=True` leaves it for "
+                "objects that are attached later"
+            )
+        waiting = sorted(item.name for item in rest.later if item.waits())
         if waiting:
-            raise AssertionError(
-                f"Checkpoint.restore: {waiting[0]!r} restores its variables when "
-                "it makes them, in its first `apply_gradients`; write "
-                "`optimizer.build(variables)` before `restore`, or "
-                "`assert_existing_objects_matched()`"
+            _fail(
+                f"{waiting[0]!r} restores its variables when it makes them, in its "
+                "first `apply_gradients`; write `optimizer.build(variables)` before "
+                "`restore`, or `assert_existing_objects_matched()`"
             )
         return self
 
     def assert_existing_objects_matched(self) -> RestoreStatus:
-        """Return this status if all objects were restored that exist.
+        """Return this status if all objects were restored that exist now.
 
         Raises:
-            AssertionError: if the checkpoint lacks one, and if the path was None.
+            AssertionError: if the checkpoint lacks one; if one was attached to a list,
+                a dict or another object that tells nothing; if nothing was restored.
         """
-        self.assert_nontrivial_match()
-        _refuse_left_out("missing in the checkpoint", self._left_out[0])
+        late, missing = self._matched().missing()
+        if late:
+            _fail(unnoticed(late))
+        if missing:
+            _fail(f"missing in the checkpoint: {listed(missing)}")
         return self
 
     def assert_nontrivial_match(self) -> RestoreStatus:
-        """Return this status if something was restored.
-
-        `Checkpoint.restore` raises if the objects and the checkpoint have nothing in
-        common.
+        """Return this status if the checkpoint has something for the objects.
 
         Raises:
-            AssertionError: if the path was None.
+            AssertionError: if it has nothing, and if the path was None.
         """
-        if self._nothing:
-            raise AssertionError(
-                "Checkpoint.restore: the path was None, so nothing was restored; write "
-                "`if path:` around this call"
-            )
+        self._matched()
         return self
 
+    def _matched(self) -> Remainder:
+        rest = self._remainder
+        if rest is None:
+            _fail(
+                "the path was None, so nothing was restored; write `if path:` around "
+                "this call"
+            )
+        if not rest.matches():
+            _fail("nothing in the checkpoint has the name of one of the objects")
+        return rest
 
-def _refuse_left_out(where: str, names: list[str]) -> None:
-    if names:
-        raise AssertionError(
-            f"Checkpoint.restore: {where}: {listed(names)}; `partial=True` has left "
-            "them out"
-        )
+
+def _fail(message: str) -> NoReturn:
+    raise AssertionError(f"Checkpoint.restore: {message}")

@@ -6,7 +6,7 @@ All ranks find the same items, in the order of their names.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -81,6 +81,26 @@ def check(items: Sequence[Item]) -> None:
         except Exception:  # not ready yet; it is read again when it is saved
             continue
         state_json.pack(state, item.name, "Checkpoint")
+
+
+def containers(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Yield what contains other objects, each once, with its name."""
+    children: Iterable[tuple[object, object]]
+    if isinstance(value, Module):
+        children = vars(value).items()
+    elif own := getattr(type(value), "__checkpoint_objects__", None):
+        children = own(value).items()
+    elif isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, (list, tuple, collections.deque)):
+        children = enumerate(value)
+    else:
+        return
+    if id(value) not in seen:
+        seen.add(id(value))
+        yield name, value
+        for key, child in children:
+            yield from containers(f"{name}/{key}" if name else str(key), child, seen)
 
 
 def is_plain(name: str, value: object) -> bool:

@@ -137,7 +137,7 @@ def _tree_item(name: str, held: Held) -> StateItem:
     def shared(array: str) -> bool:
         return not _is_random_key(leaves().get(array.removeprefix(f"{name}/")))
 
-    return StateItem(name, get, put, shared=shared, is_fixed=True)
+    return StateItem(name, get, put, shared=shared, is_fixed=True, is_held=True)
 
 
 def _is_random_key(x: Any) -> bool:

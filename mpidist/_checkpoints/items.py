@@ -72,6 +72,7 @@ class StateItem:
         shared: whether an array of this name must be the same on all replicas.
         is_fixed: whether the names, dtypes and shapes of its tensors do not change.
         is_optional: whether a checkpoint may lack it; then it stays as it is.
+        is_held: whether it is a value that the program replaces, not an object.
     """
 
     kind: ClassVar[str] = "object"
@@ -84,6 +85,7 @@ class StateItem:
     shared: Callable[[str], bool] = frozenset[str]().__contains__  # of none
     is_fixed: bool = False
     is_optional: bool = False
+    is_held: bool = False
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"

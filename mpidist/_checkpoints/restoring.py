@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -36,8 +36,6 @@ from mpidist._checkpoints.state_json import Json, State, host_copy
 from mpidist._checkpoints.storage import CheckpointReader, manifest_of
 from mpidist._values.variable import storage_of
 
-LeftOut: TypeAlias = tuple[list[str], list[str]]
-"""The names of items that a checkpoint lacks, and of those that only it has."""
 _MOST_NAMES: Final = 20  # in a message
 
 
@@ -45,9 +43,13 @@ _MOST_NAMES: Final = 20  # in a message
 
 
 def fit(
-    call: CollectiveCall, items: Sequence[Item], reader: CheckpointReader, partial: bool
-) -> tuple[list[Item], LeftOut]:
-    """Return the items to restore, and what `partial` leaves out.
+    call: CollectiveCall,
+    items: Sequence[Item],
+    reader: CheckpointReader,
+    partial: bool,
+    objects: Collection[str],
+) -> tuple[list[Item], list[str]]:
+    """Return the items to restore, and the names of those that only it has.
 
     The slots of an optimizer that was saved before it was built are to be zero.
 
@@ -70,18 +72,19 @@ def fit(
     missing = [item.name for item in items if item.name not in saved | optional]
     wrong = list(filter(None, (_problem(item, reader) for item in found)))
     unexpected = [name for name in [*arrays, *states] if name not in names]
-    fits = partial and (len(wrong) < len(found) or not items)
+    common = any(x.partition("/")[0] in objects for x in [*arrays, *states])
+    fits = partial and (common or not items)
     if not wrong and (fits or not (missing or unexpected)):
-        return found, (missing, unexpected)
+        return found, unexpected
     lines, hint = [*wrong], ""
     if missing and not fits:
         lines.append(f"missing in the checkpoint: {listed(missing)}")
     if unexpected and not fits:
         lines.append(f"only in the checkpoint: {listed(unexpected)}")
-    if partial:
+    if partial and not fits:
         hint = "Nothing of it is among the objects, whatever `partial` says. "
-    elif missing or unexpected:
-        hint = "Write `partial=True` to restore what both have. "
+    elif not partial and (missing or unexpected):
+        hint = "Write `partial=True` to restore what both have, now or later. "
     raise _unfit(call, f" {reader.path!r}", lines, hint)
 
 
@@ -240,6 +243,7 @@ def put(
     apart: Collection[str] = (),
     partial: bool = False,
     path: str = "",
+    number: int = 0,
 ) -> tuple[list[str], list[LaterItem]]:
     """Restore objects. Collective.
 
@@ -252,6 +256,7 @@ def put(
             state: replica 0 gets it.
         partial: whether variables that an object makes later may be missing.
         path: of the checkpoint, for the messages of such an object.
+        number: of the restore, for the variables.
 
     Returns:
         The names of the items, and the objects that make their variables later.
@@ -278,7 +283,9 @@ def put(
 
     def assign() -> None:  # without allocating
         for item, value in zip(variables, values, strict=True):
-            storage_of(item.variable).apply("assign", value)
+            storage = storage_of(item.variable)
+            storage.apply("assign", value)
+            storage.restored = number
         for waiting, own in zip(later, kept, strict=True):
             waiting.waits = waiting.keep(own, partial, path)
 

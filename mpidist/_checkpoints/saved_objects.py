@@ -15,7 +15,9 @@ Errors on rank 0 are raised on all ranks, also with the guard off
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,22 +40,23 @@ from mpidist._checkpoints.collective_call import (
 )
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
-from mpidist._checkpoints.restoring import LeftOut
+from mpidist._checkpoints.remainder import Remainder
 from mpidist._checkpoints.state_json import Packed, Stored, own_copy
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.interruptions import tells
 from mpidist._values.variable import storage_of
 
 _Found: TypeAlias = tuple[
-    list[str], Values, Sequence[str], dict[str, tuple[DType, Shape]], LeftOut
+    list[str], Values, Sequence[str], dict[str, tuple[DType, Shape]], list[str]
 ]
 """The names of items, their states, the generators of which each replica has its own
-although there is one state, the dtypes and shapes of all their arrays, and what is left
-out."""
+although there is one state, the dtypes and shapes of all their arrays, and the names of
+what only the checkpoint has."""
 
 
-Restored: TypeAlias = tuple[list[str], list[LaterItem], LeftOut]
+Restored: TypeAlias = tuple[list[str], Remainder]
 
 
 class SavedObjects:
@@ -61,6 +64,8 @@ class SavedObjects:
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.by_name: dict[str, Any] = dict(objects)
+        self._told: list[Callable[[], None]] = []
+        self._remainders: list[Remainder] = []
         items = contents.collect(self.by_name, "skip")
         contents.check(items)
         self._nearest = _group_of(items, "Checkpoint") or context.current().group
@@ -75,6 +80,13 @@ class SavedObjects:
         contents.check(contents.collect({name: value}, "skip"))
         contents.collect(objects, "skip")
         self.by_name[name] = value
+        for tell in [*self._told]:
+            tell()
+
+    def when_attached(self, call: Callable[[], None]) -> None:
+        """Have a function called when something is attached, before earlier ones."""
+        if call not in self._told:
+            self._told.insert(0, call)
 
     @property
     def group(self) -> ReplicaGroup:
@@ -112,6 +124,8 @@ class SavedObjects:
         """
         details += "" if wait else ", wait=False"
         call, items, target = self._begin(name, path, details)
+        for rest in self._remainders:
+            rest.warn()
         thread: Write | None = None
 
         def write(arrays: Mapping[str, Stored], after: int) -> int:
@@ -160,21 +174,62 @@ class SavedObjects:
 
         Returns:
             A function that restores the objects, and returns the names of the items,
-            the objects that make their variables later, and what was left out;
-            collective. None if the path of rank 0 is None.
+            and what was left; collective. None if the path of rank 0 is None.
         """
         details = f", partial={bool(partial)}"
         call, items, source = self._begin(name, path, details, optional=True)
+        rest = Remainder(self.by_name, self._restore_more, call.group, str(path))
+
+        def look() -> storage.CheckpointReader | None:
+            if source is not None:
+                rest.reader = storage.CheckpointReader(source)
+            return rest.reader
+
+        put = self._read(call, items, look, bool(partial), rest)
+        if put is None:
+            return None
+
+        def restore() -> Restored:
+            names, later, left = put()
+            rest.begin(names, later, left)
+            self._remainders = [x for x in (*self._remainders, rest) if x.names]
+            if rest.names:
+                self.when_attached(rest.attached)
+            return names, rest
+
+        return restore
+
+    @tells("Checkpoint.restore", operator.attrgetter("group"))
+    def _restore_more(self, rest: Remainder, items: list[Item]) -> list[LaterItem]:
+        """Restore items that were attached after a restore. Collective."""
+        group = _group_of(items, "Checkpoint.restore") or rest.group
+        in_replica = context.is_in_replica(group)
+        frame = group.cross_frame if in_replica else context.current()
+        with context.entered(frame) if in_replica else contextlib.nullcontext():
+            call = CollectiveCall(group, "Checkpoint.restore")
+            call.agree(f" of {{{', '.join(map(str, items))}}}, attached after it")
+            put = self._read(call, items, lambda: rest.reader, True, rest)
+            return [] if put is None else put()[1]
+
+    def _read(
+        self,
+        call: CollectiveCall,
+        items: Sequence[Item],
+        look: Callable[[], storage.CheckpointReader | None],
+        partial: bool,
+        rest: Remainder,
+    ) -> Callable[[], tuple[list[str], list[LaterItem], list[str]]] | None:
+        """Read and verify some items of what `look` opens on rank 0. Collective."""
         differing = exchange.differing_generators(call, items)
         by_name = {item.name: item for item in items}
         arrays: dict[str, HostArray] = {}
 
         def read() -> _Found | None:
-            if source is None:
+            reader = look()
+            if reader is None:
                 return None
-            reader = storage.CheckpointReader(source)
             manifest = storage.manifest_of(reader)
-            found, left_out = restoring.fit(call, items, reader, bool(partial))
+            found, left = restoring.fit(call, items, reader, partial, self.by_name)
             states, needed = {}, []
             for item in found:
                 if isinstance(item, StateItem):
@@ -193,13 +248,13 @@ class SavedObjects:
             # A checkpoint of one replica does not show whether its generators should be
             # the same on all: whether they are now determines it.
             apart = differing if manifest.replicas == 1 else []
-            return [item.name for item in found], states, apart, kinds, left_out
+            return [item.name for item in found], states, apart, kinds, left
 
-        with call.guard.span(name):
+        with call.guard.span(call.name):
             answer = call.on_rank_0(read)
         if answer is None:
             return None
-        names, states, apart, kinds, left_out = answer
+        names, states, apart, kinds, left = answer
         return lambda: (
             *restoring.put(
                 call,
@@ -207,10 +262,11 @@ class SavedObjects:
                 states,
                 restoring.share(call, kinds, arrays),
                 apart,
-                bool(partial),
-                str(path),
+                partial,
+                rest.path,
+                rest.number,
             ),
-            left_out,
+            left,
         )
 
     def call(self, name: str) -> CollectiveCall:

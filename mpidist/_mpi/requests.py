@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from mpidist._base.memory import leak
 
@@ -21,13 +20,6 @@ class Request(Protocol):
     @property
     def result(self) -> Any:
         """What it returns, once it has completed."""
-
-
-Begun: TypeAlias = deque[tuple[int, Any]]
-"""The number of the last header that was begun, and what was begun: one entry."""
-
-StartHeader: TypeAlias = Callable[[tuple[int, ...], Begun], Request]
-"""Starts to send the integers of each rank to all; its result are those of each."""
 
 
 class Transfer:
@@ -53,7 +45,7 @@ class Transfer:
         buffers: Any,
         read: Callable[[], Any] | None = None,
     ) -> None:
-        self.Test: Callable[[], bool] = test
+        self.Test = test
         self._buffers = buffers
         self._read = read
 

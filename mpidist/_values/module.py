@@ -5,13 +5,16 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
+
+import numpy as np
 
 from mpidist._base.remedies import explain_attributes
 from mpidist._values.variable import Variable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_PLAIN: Final = (int, float, complex, str, bytes, type(None), np.ndarray)
 
 
 @explain_attributes
@@ -21,7 +24,8 @@ class Module:
     As tf.Module. Attributes are searched in the order of their names, and so are lists,
     tuples, dicts, modules, metrics and optimizers (once they are built) among them.
     `mpidist.Checkpoint` saves the variables by the names of the attributes, such as
-    ``model/dense/w``. Not collective.
+    ``model/dense/w``. Not collective, but for an assignment to an attribute after
+    ``Checkpoint.restore(path, partial=True)``, if it restores what is assigned.
 
     Args:
         name: of the module; None: that of the class, in lower case.
@@ -49,8 +53,22 @@ class Module:
         if "call" in vars(cls) and not any("__call__" in vars(k) for k in cls.__mro__):
             setattr(cls, "__call__", _call_method)  # noqa: B010 - mypy sees no slot
 
+    # Called when something is attached: checkpoints have values for it.
+    __told: tuple[Callable[[], None], ...] = ()
+
     def __init__(self, name: str | None = None) -> None:
         self._name = name or type(self).__name__.lower()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. What a checkpoint that was restored has for it, it gets."""
+        super().__setattr__(name, value)
+        for tell in () if isinstance(value, _PLAIN) else self.__told:
+            tell()
+
+    def __when_attached__(self, call: Callable[[], None]) -> None:
+        """Have a function called when something is attached, before earlier ones."""
+        if call not in self.__told:
+            object.__setattr__(self, "_Module__told", (call, *self.__told))
 
     @property
     def name(self) -> str:

@@ -60,6 +60,7 @@ class VariableStorage:
         view: a view of the array, which users get; read-only if it is on the host.
         fingerprint: a function that returns the fingerprint of the array for a seed.
         key: the key of the variable in the group's registry, the same on all ranks.
+        restored: the number of the last restore of a checkpoint; 0: of none.
         retired: why it cannot be used any more; "" while it can.
     """
 
@@ -70,6 +71,7 @@ class VariableStorage:
         "fingerprint",
         "group",
         "key",
+        "restored",
         "retired",
         "view",
     )
@@ -89,6 +91,7 @@ class VariableStorage:
             self.view.flags.writeable = False
         self.fingerprint: Callable[[int], int] = checksums.fingerprinter(self.array)
         self.key: tuple[int, int] = _NO_KEY  # until the registry has the variable
+        self.restored = 0
         self.retired: str = ""
 
     def retire(self, why: str) -> None:

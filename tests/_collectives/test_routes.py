@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import os
@@ -413,7 +414,8 @@ def no_memory_once(strategy, monkeypatch):
     collectives.plans.quick.forget()  # the core makes small results itself
     for plan in collectives.cache.plans():
         if plan.route == "shared":
-            monkeypatch.setattr(plan, "arena", full)
+            node = dataclasses.replace(plan.node, pool=full)
+            monkeypatch.setattr(plan, "node", node)
         else:
             monkeypatch.setattr(plan, "_new", fail)
     assert np.empty is not empty

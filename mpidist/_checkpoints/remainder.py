@@ -1,0 +1,193 @@
+"""What a restore has left in a checkpoint, for objects that are attached after it.
+
+A program may restore before its objects have all their variables. Modules and
+checkpoints tell what is assigned to their attributes, and what then has a value in the
+checkpoint gets it at once, as in TensorFlow. Rank 0 keeps the files open, which are
+read then: no rank keeps values in memory, and the checkpoint may be deleted meanwhile.
+So the assignment is a collective call, like the restore itself: a rank that makes it
+alone gets the same `CollectiveMismatchError` as the others at their next call.
+
+What else tells nothing (a list, a dict, an object of another class) is found with the
+next assignment, or reported by the next save, by the status, and at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, Final
+
+from mpidist._base.errors import CheckpointError
+from mpidist._checkpoints import contents
+from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
+from mpidist._checkpoints.restoring import listed
+from mpidist._checkpoints.storage import CheckpointReader
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._values.variable import storage_of
+
+_numbers: Final = itertools.count(1)
+_all: Final[weakref.WeakSet[Remainder]] = weakref.WeakSet()
+
+
+class Remainder:
+    """The items of a checkpoint that a restore has not found among the objects.
+
+    Attributes:
+        number: of the restore. A variable has that of its last one.
+        saved: the names of all items in the checkpoint.
+        names: of those that are left for what is attached.
+        lost: of those for which that did not fit, or was told of too late.
+        later: the objects that restore their variables when they make them.
+        group: the ranks.
+        path: of the checkpoint.
+        reader: the open checkpoint, on rank 0.
+    """
+
+    def __init__(
+        self,
+        objects: MutableMapping[str, Any],
+        restore: Callable[[Remainder, list[Item]], list[LaterItem]],
+        group: ReplicaGroup,
+        path: str,
+    ) -> None:
+        """Note the objects, and the collective function that restores more of them."""
+        self._objects, self._restore = objects, restore
+        self.group, self.path = group, path
+        self.number = next(_numbers)
+        self.saved: set[str] = set()
+        self.names: set[str] = set()
+        self.lost: set[str] = set()
+        self._containers: dict[str, object] = {}
+        self.later: list[LaterItem] = []
+        self.reader: CheckpointReader | None = None
+
+    def __reduce__(self) -> Any:
+        return Remainder, ({}, None, None, "")  # of a copied module: it has nothing
+
+    def begin(
+        self, restored: list[str], later: list[LaterItem], left: list[str]
+    ) -> None:
+        """Note what was restored, and what was left."""
+        self.saved, self.names = {*restored, *left}, set(left)
+        self.later = later
+        if left:
+            self._watch()
+            _all.add(self)
+        else:
+            self.reader = None
+
+    def _watch(self) -> None:
+        """Have modules and checkpoints among the objects tell what is attached.
+
+        What was left for the parts of one object is not for those of another in its
+        place.
+        """
+        for name, value in contents.containers("", self._objects, set()):
+            if self._containers.setdefault(name, value) is not value:
+                self._containers[name] = value
+                self._lose(x for x in self.names if x.startswith(f"{name}/"))
+            if hasattr(value, "__when_attached__"):
+                value.__when_attached__(self.attached)
+
+    def _lose(self, names: Iterable[str]) -> None:
+        self.lost.update(names)
+        self.names -= self.lost
+
+    def attached(self) -> None:
+        """Restore what was attached since. Collective if that is anything."""
+        if not self.names:
+            return
+        self._watch()
+        found = self.waiting(contents.collect(self._objects, "later"))
+        # The program sets a pytree anew before each save.
+        if items := [x for x in found if not getattr(x, "is_held", False)]:
+            try:
+                self.later += self._restore(self, items)
+            except Exception as error:
+                names = listed([item.name for item in items])
+                error.add_note(f"{names}: attached after `Checkpoint.restore`")
+                if isinstance(error, CheckpointError):  # on all ranks; not again
+                    self._lose(self._names_of(items))
+                raise
+            self.names -= self._names_of(items)
+
+    def _names_of(self, items: Iterable[Item]) -> set[str]:
+        """Return the names of what is left for some items."""
+        found = {item.name for item in items}
+        later = (item for item in items if isinstance(item, LaterItem))
+        return found.union(*(item.arrays(self.names) for item in later)) & self.names
+
+    def waiting(self, items: Iterable[Item]) -> list[Item]:
+        """Return the items that this restore would have restored, had it met them."""
+        found: list[Item] = []
+        for item in items:
+            if isinstance(item, VariableItem):
+                is_saved = item.name in self.names or item.count in self.names
+                if is_saved and storage_of(item.variable).restored >= self.number:
+                    self.names.discard(item.name)  # by another name, or a later restore
+                elif is_saved:
+                    found.append(item)
+                continue
+            is_later = isinstance(item, LaterItem) and item.arrays(self.names)
+            if item.name in self.names or is_later:
+                found.append(item)
+        return found
+
+    def missing(self) -> tuple[list[str], list[str]]:
+        """Return the names of objects that were attached unnoticed, or never saved."""
+        items = contents.collect(self._objects, "later")
+        unnoticed = [item.name for item in self.waiting(items)]
+        own = {item.name for item in self.later}
+        kept = tuple(f"{name}/" for name in own)
+        never: list[str] = []
+        for item in items:
+            if isinstance(item, VariableItem):
+                restored = storage_of(item.variable).restored >= self.number
+                restored = restored or item.name.startswith(kept)
+            elif isinstance(item, StateItem):
+                restored = item.is_optional or item.name in self.saved
+            else:
+                restored = item.name in own
+            if not restored and item.name not in unnoticed:
+                never.append(item.name)
+        return unnoticed, never
+
+    def matches(self) -> bool:
+        """Return whether the checkpoint has anything for these objects."""
+        own = {name.partition("/")[0] for name in self.saved}
+        return not own.isdisjoint(self._objects)
+
+    def warn(self) -> None:
+        """Warn, on rank 0, of objects that were attached unnoticed; once."""
+        if self.reader is None or not self.names:
+            return
+        items = self.waiting(contents.collect(self._objects, "later"))
+        self._lose(self._names_of(items))
+        if items:
+            warnings.warn(
+                f"Checkpoint.restore: {unnoticed([item.name for item in items])}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __del__(self) -> None:
+        self.warn()
+
+
+def unnoticed(names: list[str]) -> str:
+    """Return a message about objects that were attached unnoticed."""
+    return (
+        f"not restored, although in the checkpoint: {listed(names)}; attached after "
+        "the restore, to a list, a dict or another object that tells nothing. Write "
+        "`checkpoint.restore(path, partial=True)` once more, after that"
+    )
+
+
+@atexit.register
+def _warn_at_end() -> None:
+    for remainder in list(_all):
+        remainder.warn()
+        remainder.names.clear()

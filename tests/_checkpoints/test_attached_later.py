@@ -1,0 +1,265 @@
+"""What is attached after a restore gets its value then, as in TensorFlow."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+from replicas import outcomes, raises_everywhere
+
+import mpidist
+from mpidist import Checkpoint, Module
+
+pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
+
+
+@pytest.fixture(autouse=True)
+def scope(strategy):
+    with strategy.scope():
+        yield
+
+
+def var(value):
+    return mpidist.Variable(np.float32(value))
+
+
+def module(**attributes):
+    made = Module()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def restore(path, **objects):
+    return Checkpoint(**objects).restore(path, partial=True)
+
+
+@pytest.fixture
+def saved(folder):
+    """The path of a checkpoint of a `net` with parts of all kinds."""
+    parts = {"m": module(w=var(1)), "l": [var(2), module(w=var(3))], "d": {"k": var(4)}}
+    net = module(w=var(5), **parts)
+    return Checkpoint(net=net, inner=Checkpoint(w=var(6))).save(folder / "saved")
+
+
+def test_it_gets_its_value_when_it_is_attached(saved):
+    net, inner = Module(), Checkpoint()
+    status = restore(saved, net=net, inner=inner)  # that Checkpoint is gone
+    gc.collect()
+    status.assert_existing_objects_matched().assert_nontrivial_match()
+    with pytest.raises(AssertionError, match=r"only in the checkpoint: 'inner/w', 'n"):
+        status.assert_consumed()
+    net.w = w = var(0)
+    assert w == 5
+    w.assign(7)
+    net.again = w  # by another name: it keeps its value
+    net.m = Module()
+    net.m.w = var(0)
+    net.l = [var(0), module(w=var(0))]
+    net.d = {"k": var(0)}
+    found = [w, net.m.w, net.l[0], net.l[1].w, net.d["k"]]
+    assert [float(x) for x in found] == [7, 1, 2, 3, 4]
+    inner.w = var(0)
+    assert inner.w == 6
+    mpidist.check_in_sync([*found, inner.w])
+    del net.again
+    status.assert_consumed()
+    net.new = var(0)
+    with pytest.raises(AssertionError, match="missing in the checkpoint: 'net/new'"):
+        status.assert_consumed()
+    net.w = var(0)  # the value of the first one is gone
+    assert net.w == 0
+
+
+def test_variables_that_a_replica_function_makes(saved, strategy):
+    net = Module()
+    restore(saved, net=net)
+
+    def replica():
+        net.w = var(0)
+        return net.w + 1
+
+    assert strategy.experimental_local_results(strategy.run(replica)) == (6,)
+
+
+def test_a_later_restore_wins(saved, folder):
+    path = Checkpoint(net=module(w=var(10))).save(folder / "second")
+    net = Module()
+    for each in (saved, path):
+        restore(each, net=net)
+    net.w, net.d = var(0), {"k": var(0)}
+    assert (net.w, net.d["k"]) == (10, 4)  # only the first one has it
+
+    net, late = Module(), module(w=var(0))
+    restore(saved, net=net)
+    restore(path, net=late)
+    net.w = late.w
+    assert net.w == 10
+
+
+def test_what_is_in_the_place_of_another_one_gets_nothing(saved):
+    """A new head for a model, for example, of another shape."""
+    net = module(m=Module(), d={})
+    status = restore(saved, net=net)
+    net.m = module(w=mpidist.Variable(np.ones(3)))
+    net.d = {"k": var(0)}
+    assert net.d["k"] == 0
+    np.testing.assert_array_equal(net.m.w, np.ones(3))
+    with pytest.raises(AssertionError, match="missing in the checkpoint: 'net/d/k', "):
+        status.assert_existing_objects_matched()
+
+
+def test_one_object_in_two_places(folder):
+    path = Checkpoint(a=module(w=var(1)), b=module(w=var(2))).save(folder / "c")
+    checkpoint, shared = Checkpoint(), Module()
+    status = checkpoint.restore(path, partial=True)
+    checkpoint.b = shared
+    checkpoint.a = shared
+    shared.w = var(0)
+    status.assert_consumed()
+    one, checkpoint = module(w=var(0)), Checkpoint()
+    checkpoint.restore(path, partial=True)
+    checkpoint.b = one
+    checkpoint.a = one  # it has a value of this checkpoint
+    assert one.w == 2
+
+
+def test_optimizers_and_generators(folder):
+    def make():
+        w = var(1)
+        return w, mpidist.optimizers.SGD(0.5, momentum=0.5), np.random.default_rng(3)
+
+    def step(w, optimizer):
+        optimizer.apply_gradients([(np.float32(1), w)])
+        return float(w)
+
+    w, optimizer, rng = make()
+    step(w, optimizer)
+    rng.normal()
+    path = Checkpoint(w=w, optimizer=optimizer, rng=rng).save(folder / "c")
+    expected = step(w, optimizer), rng.normal()
+
+    w, optimizer, rng = make()
+    checkpoint = Checkpoint()
+    status = checkpoint.restore(path, partial=True)
+    checkpoint.w = w
+    checkpoint.optimizer = optimizer
+    checkpoint.rng = rng
+    with pytest.raises(AssertionError, match="'optimizer' restores its"):
+        status.assert_consumed()
+    assert (step(w, optimizer), rng.normal()) == expected
+    status.assert_consumed()
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile(saved, rank):
+    net = Module()
+    restore(saved, net=net)
+    if rank == 0:
+        shutil.rmtree(saved)
+    net.w = var(0)
+    assert net.w == 5
+
+
+def test_a_copy_of_a_module_has_nothing_left(saved):
+    net = Module()
+    restore(saved, net=net)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other.w = var(0)
+        assert other.w == 0
+    net.w = var(0)
+    assert net.w == 5
+
+
+def test_what_does_not_fit_changes_nothing(saved):
+    net = Module()
+    status = restore(saved, net=net)
+    late = module(w=var(7), d={"k": mpidist.Variable(np.ones(3))})
+
+    def attach():
+        net.w, net.d = late.w, late.d
+
+    net.w = var(0)
+    late.d["l"] = var(8)
+    for message in raises_everywhere(mpidist.CheckpointError, attach):
+        assert message.endswith(
+            "does not fit:\n  'net/d/k': expected float64 (3,), got float32 ()\n"
+            "Nothing was changed."
+        )
+    assert net.w == 7  # replaced: its value was that of the first one
+    net.l = [var(0)]  # no second error
+    assert net.l[0] == 2
+    del net.d, net.w
+    with pytest.raises(AssertionError, match="only in the checkpoint: 'inner/w', 'net"):
+        status.assert_consumed()
+
+
+def test_one_rank_attaches_alone(saved, strategy, rank, size):
+    if size == 1:
+        pytest.skip("needs several ranks")
+    net = Module()
+    restore(saved, net=net)
+    late = var(0)
+
+    def alone():
+        if rank == 1:
+            net.w = late
+        strategy.run(lambda: None)
+
+    for message in raises_everywhere(mpidist.CollectiveMismatchError, alone):
+        assert "Checkpoint.restore of {'net/w': float32 ()}, attached after" in message
+    assert late == 0
+    mpidist.check_in_sync([late])
+
+
+def test_merge_fn_attaches_on_rank_0_only(saved, strategy):
+    net = Module()
+    restore(saved, net=net)
+    late = var(0)
+
+    def replica():
+        def merge_fn(_):
+            net.w = late
+
+        mpidist.get_replica_context().merge_call(merge_fn)
+
+    for row in outcomes(lambda: strategy.run(replica)):
+        assert row.name in ("RuntimeError", "ReplicaError"), row
+        assert "expected to be called at program level" in row.message
+    assert late == 0
+    net.w = late
+    assert late == 5
+
+
+def test_a_list_tells_nothing(saved, folder, rank):
+    net = module(l=[])
+    checkpoint = Checkpoint(net=net)
+    status = checkpoint.restore(saved, partial=True)
+    net.l.append(var(0))
+    assert net.l[0] == 0
+    with pytest.raises(AssertionError, match=r"not restored, .*'net/l/0'; attached .*"):
+        status.assert_existing_objects_matched()
+    warned = pytest.warns(RuntimeWarning, match=r"'net/l/0'.*\(path, partial=True\)` o")
+    with warned if rank == 0 else contextlib.nullcontext():
+        checkpoint.save(folder / "other")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(folder / "other")
+    checkpoint.restore(saved, partial=True)
+    assert net.l[0] == 2
+    net.l.append(module(w=var(0)))
+    net.w = var(0)  # this tells
+    assert (net.w, net.l[1].w) == (5, 3)
+
+
+def test_what_was_not_restored_is_told_at_the_end(saved, rank):
+    net = module(l=[])
+    restore(saved, net=net)
+    net.l.append(var(0))
+    warned = pytest.warns(RuntimeWarning, match="'net/l/0'")
+    with warned if rank == 0 else contextlib.nullcontext():
+        del net
+        gc.collect()
