@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import one_gpu
 import pytest
@@ -36,15 +35,6 @@ from mpidist._strategy.strategy import group_of
 from mpidist.testing import each_replica
 
 pytest_plugins = ["pytest_mpidist"]
-
-# Its limits of time (0.2 s for an example) are those of a machine with nothing else to
-# do.
-hypothesis.settings.register_profile(
-    "busy machine",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("busy machine")
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
@@ -97,7 +87,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if _under_mpi(config):
         needed = r"\bmark\.(mpi|gpu)\b"
     elif re.search(r"\band jobs\b", config.option.markexpr):
-        needed = "|".join(_STARTERS)
+        needed = rf"(?m)^(?:from|import) .*\b(?:{'|'.join(_STARTERS)})\b"
     else:
         return None
     if collection_path.suffix != ".py":

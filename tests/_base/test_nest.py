@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from random_examples import given, st
 
 import mpidist
 from mpidist._base import nest

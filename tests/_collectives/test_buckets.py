@@ -1,7 +1,7 @@
 """Which leaves are fused."""
 
 import numpy as np
-from hypothesis import given, strategies as st
+from random_examples import given, st
 
 import mpidist
 from mpidist._collectives import dtype_table

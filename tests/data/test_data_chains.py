@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings, strategies as st
+from random_examples import HealthCheck, given, settings, st
 
 from mpidist.data import UNKNOWN_CARDINALITY, Dataset
 from mpidist.data._dataset import stage_of

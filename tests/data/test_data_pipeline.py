@@ -12,7 +12,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from random_examples import given, st
 from test_data_methods import Pair, lists, map_threads, wait_for_no_thread
 
 import mpidist

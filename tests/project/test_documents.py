@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import configparser
-import functools
 import importlib
 import re
 import textwrap
@@ -186,26 +185,35 @@ def test_files_that_comments_name_exist():
 # --- docstrings -------------------------------------------------------------------
 
 
-@functools.cache
-def docstrings() -> list[tuple[str, str]]:
-    """Return where each docstring of the package is, and its text."""
-    found = []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for folder in ("mpidist", "pytest_mpidist"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(text_of(path))):
-                text = ast.get_docstring(node) if isinstance(node, kinds) else None
-                if text:
-                    name = getattr(node, "name", "")
-                    found.append((f"{path.relative_to(ROOT)}: {name}", text))
-    return found
+SOURCES = [
+    path
+    for name in ("mpidist", "pytest_mpidist")
+    for path in (ROOT / name).rglob("*.py")
+]
 
 
 def test_there_are_no_doctests():
     """Examples in docstrings have values in comments; programs are in the guides."""
-    pages = [(str(page.relative_to(ROOT)), text_of(page)) for page in DOCUMENTS]
-    found = [w for w, text in docstrings() + pages if re.search(r"^ *>>> ", text, re.M)]
+    found = [
+        str(path.relative_to(ROOT))
+        for path in [*SOURCES, *DOCUMENTS]
+        if re.search(r"^ *>>> ", text_of(path), re.M)
+    ]
     assert found == []
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield where each docstring is, and its text, of files that have an example."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted(SOURCES):
+        source = text_of(path)
+        # At each collection of tests: to parse all takes as long as to import them.
+        if not re.search(r"^ *Example.*::$", source, re.M):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                name = getattr(node, "name", "")
+                yield f"{path.relative_to(ROOT)}: {name}", text
 
 
 def examples() -> Iterator[Any]:
