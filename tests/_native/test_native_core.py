@@ -1,17 +1,19 @@
-"""The native core by itself: its ranks are processes that map one file, without MPI."""
+"""What callers of the native core rely on: ranks are processes that map one file.
+
+Its ways of moving data, and its waits, are in tests/_native/stress.c under sanitizers,
+and below the calls of tests/_collectives with MPI.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from replicas import rarely
 
 from mpidist._native import core
 
@@ -28,17 +30,15 @@ ARENA = 32 * 2**20
 class Rank:
     """One process's view of the memory."""
 
-    def __init__(self, rank: int, size: int, fd: int, *, crowded: bool) -> None:
+    def __init__(self, rank: int, size: int, fd: int) -> None:
         self.rank, self.size = rank, size
         total, _ = core.total_bytes(size, AREA, ARENA)
         self.memory = core.Memory(fd, total)
-        self.channel = core.Channel(
-            self.memory, size, rank, AREA, ARENA, crowded, 0 if crowded else 2000
-        )
+        self.channel = core.Channel(self.memory, size, rank, AREA, ARENA, False, 2000)
         self.pool = core.Pool(self.memory, self.channel.arena(rank), ARENA)
 
 
-def run(size: int, fn: Callable[[Rank], Any], *, crowded: bool = False) -> list[Any]:
+def run(size: int, fn: Callable[[Rank], Any]) -> list[Any]:
     """Return what ``fn`` returns on each of ``size`` processes."""
     fd = os.memfd_create("mpidist-test")
     total, head = core.total_bytes(size, AREA, ARENA)
@@ -49,7 +49,7 @@ def run(size: int, fn: Callable[[Rank], Any], *, crowded: bool = False) -> list[
 
     def child(rank: int) -> None:
         try:
-            queue.put((rank, fn(Rank(rank, size, fd, crowded=crowded))))
+            queue.put((rank, fn(Rank(rank, size, fd))))
         except BaseException:
             queue.put((rank, traceback.format_exc()))
 
@@ -61,157 +61,6 @@ def run(size: int, fn: Callable[[Rank], Any], *, crowded: bool = False) -> list[
         process.join()
     os.close(fd)
     return [results[rank] for rank in range(size)]
-
-
-# More ranks by MPI: tests/_collectives.
-WAYS = [(1, False), (2, False), (3, True), (20, True)]
-LESS = [*WAYS[:3], rarely(20, True)]
-
-
-@pytest.mark.parametrize(("size", "crowded"), WAYS)
-def test_small_nests_travel_with_their_header(size: int, crowded: bool) -> None:
-    def body(me: Rank) -> str:
-        a = np.arange(10, dtype=np.float32) + me.rank
-        b = np.full((3, 2), me.rank, np.int64)
-        results = [np.empty_like(a), np.empty_like(b)]
-        leaves = [("f4", "SUM", a.shape, 0), ("i8", "MAX", b.shape, 0)]
-        reduce = core.Reduce(me.channel, leaves, AREA)
-        for _ in range(200):
-            assert reduce.eager([a, b], results, 77, 0) == core.OK
-            a += 1
-        total = size * np.arange(10.0) + sum(range(size)) + 199 * size
-        np.testing.assert_array_equal(results[0], total)
-        assert (results[1] == size - 1).all()
-        return "ok"
-
-    assert run(size, body, crowded=crowded) == ["ok"] * size
-
-
-@pytest.mark.parametrize("mode", ["placed", "window", "based", "mixed"])
-@pytest.mark.parametrize(("size", "crowded"), WAYS[:3])
-def test_large_nests_go_in_pieces(size: int, crowded: bool, mode: str) -> None:
-    def body(me: Rank) -> str:
-        for nbytes in (64, 4096, AREA, 3 * AREA + 4, 40 * AREA):
-            count = nbytes // 4
-            first = np.random.default_rng(0).integers(0, 99, count).astype("f4")
-            x, y = first + me.rank, np.arange(7, dtype=np.int32) + me.rank
-            leaves = [("f4", "SUM", x.shape, size), ("i4", "MIN", y.shape, 0)]
-            reduce = core.Reduce(me.channel, leaves, AREA)
-            sources = [x, y]
-            if mode == "based" or (mode == "mixed" and me.rank == 0):
-                sources = views(me.pool.take(reduce.nbytes), reduce, count)
-                sources[0][:], sources[1][:] = x, y
-            for _ in range(3):
-                offset, block = core.NOWHERE, np.empty(reduce.nbytes, np.uint8)
-                if mode != "window" or me.rank != size - 1:
-                    block = me.pool.take(reduce.nbytes)
-                    offset = block.offset
-                out = views(block, reduce, count)
-                assert reduce.shared(sources, out, offset, 99, 0) == core.OK
-                total = first.copy()
-                for rank in range(1, size):
-                    total += first + np.float32(rank)
-                np.testing.assert_array_equal(out[0], total / np.float32(size))
-                np.testing.assert_array_equal(out[1], np.arange(7))
-                np.testing.assert_array_equal(sources[0], x)
-                del block, out
-            del sources
-        assert me.pool.used == 0
-        return "ok"
-
-    assert run(size, body, crowded=crowded) == ["ok"] * size
-
-
-def views(block: Any, reduce: Any, count: int) -> list[Any]:
-    first, second = reduce.starts
-    return [
-        np.ndarray(count, np.float32, block, first),
-        np.ndarray(7, np.int32, block, second),
-    ]
-
-
-@pytest.mark.parametrize(("size", "crowded"), WAYS[1:])
-def test_messages_come_in_order(size: int, crowded: bool) -> None:
-    def body(me: Rank) -> str:
-        numbers = random.Random(1)
-        for number in range(1000):
-            data = bytes([number % 256]) * numbers.randrange(core.MESSAGE_BYTES)
-            if me.rank == 0:
-                assert me.channel.post(data) == core.OK
-            else:
-                assert me.channel.take() == data
-        return "ok"
-
-    assert run(size, body, crowded=crowded) == ["ok"] * size
-
-
-@pytest.mark.parametrize(("size", "crowded"), LESS)
-def test_gather_of_equal_and_of_other_lengths(size: int, crowded: bool) -> None:
-    def rows(rank: int, length: int) -> Any:
-        values = np.arange(2 * length * 3, dtype=np.int16).reshape(2, length, 3)
-        return values + 100 * rank
-
-    def body(me: Rank) -> str:
-        for lengths in ([3] * size, list(range(size))):
-            gather = core.Gather(me.channel, [(2, 6)])
-            own = rows(me.rank, lengths[me.rank])
-            assert (
-                gather.meet([own], own.shape[1:2], 3, 0, core.NOWHERE, None) == core.OK
-            )
-            assert [row[0] for row in gather.lengths()] == lengths
-            out = np.empty((2, sum(lengths), 3), np.int16)
-            gather.get([out])
-            every = [rows(r, n) for r, n in enumerate(lengths)]
-            np.testing.assert_array_equal(out, np.concatenate(every, 1))
-        data = np.full(5 * AREA + 3, me.rank, np.uint8)
-        assert me.channel.broadcast(data, size - 1) == core.OK
-        assert (data == size - 1).all()
-        return "ok"
-
-    assert run(size, body, crowded=crowded) == ["ok"] * size
-
-
-@pytest.mark.parametrize(("size", "crowded"), LESS)
-def test_large_arrays_are_written_to_the_results_of_all(
-    size: int, crowded: bool
-) -> None:
-    """As if lengths were equal; where they are not, after another header."""
-    rows = core.EAGER_BYTES // 24 + 1
-
-    def body(me: Rank) -> str:
-        gather = core.Gather(me.channel, [(2, 12), (1, 8)])
-        for lengths in ([rows] * size, [rows + r for r in range(size)]):
-            mine = lengths[me.rank], me.rank * (lengths[0] != lengths[-1])
-            arrays = [
-                np.full((2, mine[0], 3), me.rank, np.float32),
-                np.full(mine[1], me.rank, np.int64),
-            ]
-            assert not gather.fits(mine)
-            slot = me.pool.take(gather.layout(tuple(n * size for n in mine))[-1])
-            at = slot.offset
-            assert gather.meet([x.T for x in arrays], mine, 3, 0, at, None) is None
-            assert gather.meet(arrays, mine, 3, 0, at, None) == core.OK
-            assert gather.totals() is None
-            totals = tuple(map(sum, zip(*gather.lengths(), strict=True)))
-            assert totals[0] == sum(lengths)
-            starts = gather.layout(totals)
-            if me.channel.verdict[2] == 0:
-                slot = me.pool.take(starts[-1])
-                assert me.channel.meet(0, 4, 0, 0, 0, slot.offset) == core.OK
-                assert gather.spread(arrays) == core.OK
-            x = np.ndarray((2, totals[0], 3), np.float32, slot, starts[0])
-            for row in x:
-                np.testing.assert_array_equal(
-                    row[:, 1], np.repeat(range(size), lengths)
-                )
-            y = np.ndarray(totals[1], np.int64, slot, starts[1])
-            counts = [k * (lengths[0] != lengths[-1]) for k in range(size)]
-            np.testing.assert_array_equal(y, np.repeat(range(size), counts))
-            with pytest.raises(TypeError, match=r"leaf 1 has .* bytes, expected"):
-                gather.meet([arrays[0], np.ones(99)], mine, 3, 0, at, None)
-        return "ok"
-
-    assert run(size, body, crowded=crowded) == ["ok"] * size
 
 
 def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
@@ -252,40 +101,6 @@ def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
     assert run(2, body) == ["ok"] * 2
 
 
-@pytest.mark.parametrize(("size", "crowded"), WAYS[1:])
-def test_a_call_that_differs_is_a_value_on_all_ranks(size: int, crowded: bool) -> None:
-    def body(me: Rank) -> str:
-        last = me.rank == size - 1
-        x, out = np.ones(3), np.zeros(3)
-        reduce = core.Reduce(me.channel, [("f8", "SUM", (3,), 0)], AREA)
-        assert reduce.eager(x, out, 5 + last, 0) == core.DIFFERENT
-        assert (out == 0).all()
-        assert me.channel.verdict[:2] == (0, 0)
-        assert me.channel.meet(int(last), 5, 0, 0, 0, -1) == core.DIFFERENT
-        assert me.channel.verdict[:2] == (1, 1)
-        assert me.channel.meet(0, 5, int(last), me.rank, 0, -1) == core.OK
-        assert me.channel.verdict == (0, 1, 0, 0, size - 1)
-        assert reduce.eager(x, out, 5, 0) == core.OK
-        assert (out == size).all()
-        return "ok"
-
-    assert run(size, body, crowded=crowded) == ["ok"] * size
-
-
-@pytest.mark.parametrize(("size", "crowded"), LESS[1:])
-def test_who_waits_for_a_rank_that_leaves_is_told(size: int, crowded: bool) -> None:
-    def body(me: Rank) -> str:
-        reduce = core.Reduce(me.channel, [("f8", "SUM", (3,), 0)], AREA)
-        if me.rank == size - 1:
-            me.channel.leave()
-            return "ok"
-        status = reduce.eager(np.ones(3), np.zeros(3), 5, 0)
-        assert (status, me.channel.who) == (core.LEFT, size - 1)
-        return "ok"
-
-    assert run(size, body, crowded=crowded) == ["ok"] * size
-
-
 def test_pause_may_end_a_wait() -> None:
     def body(me: Rank) -> str:
         if me.rank == 1:
@@ -301,26 +116,6 @@ def test_pause_may_end_a_wait() -> None:
         with pytest.raises(TimeoutError, match=r"missing: \[1\]"):
             me.channel.meet(0, 1, 0, 0, 0, -1)
         assert waited == sorted(waited)
-        return "ok"
-
-    assert run(2, body) == ["ok"] * 2
-
-
-def test_a_late_rank_makes_all_meet_again() -> None:
-    waited = multiprocessing.get_context("fork").Event()
-
-    def pause(seconds: float) -> None:
-        if seconds > 0.1:  # its time-out
-            waited.set()
-
-    def body(me: Rank) -> str:
-        assert me.channel.meet(0, 1, 0, 0, 0, -1) == core.OK
-        if me.rank == 1:
-            me.channel.pause = pause
-        else:
-            assert waited.wait(60)
-        assert me.channel.meet(0, 1, 0, 0, 100, -1) == core.AGAIN
-        assert me.channel.meet(0, 1, 0, 0, 100_000, -1) == core.OK
         return "ok"
 
     assert run(2, body) == ["ok"] * 2

@@ -261,7 +261,7 @@ def test_random_values(library: ctypes.CDLL, name: str, op: str) -> None:
     filler = random_source(name, largest + guard, 99)
     for n in range(1, 6):
         wanted = expected(name, op, sources[:n])
-        for m, count in itertools.product(range(1, 4), COUNTS):
+        for m, count in [*((1, count) for count in COUNTS), (2, 4097), (3, 20011)]:
             before = filler[: count + guard]
             out = [before.copy() for _ in range(m)]
             reduce(library, name, op, out, sources[:n], count)
