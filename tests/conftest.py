@@ -46,6 +46,7 @@ _STARTERS = (
     "subprocess",
     "launching",
     "run_ranks",
+    "run_alone",
     "run_job",
     "sides",
     "hosts",

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -213,25 +213,36 @@ def _run_once(
     return subprocess.CompletedProcess(words, status, *texts)
 
 
-def run_python(
-    *argv: str | os.PathLike[str],
-    cwd: Path | None = None,
+def run_alone(
+    *command: str | os.PathLike[str],
     env: Mapping[str, str] | None = None,
+    base: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
     timeout: float = 100,
-) -> str:
-    """Run Python in a process that is no rank; return what it wrote to stdout.
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts no ranks, or Python with options such as ``-c``.
 
-    It must end with code 0, and write nothing to stderr.
+    The environment is ``base``, by default `rank_environment`, with ``env`` on top.
     """
-    done = subprocess.run(
-        [sys.executable, *argv],
+    start = (sys.executable,) if os.fspath(command[0]).startswith("-") else ()
+    return subprocess.run(
+        [*start, *command],
         cwd=cwd,
-        env=rank_environment(env),
+        env={**(rank_environment() if base is None else base), **(env or {})},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
+
+
+def run_python(*argv: str | os.PathLike[str], **options: Any) -> str:
+    """Run Python in a process that is no rank; return what it wrote to stdout.
+
+    It must end with code 0, and write nothing to stderr.
+    """
+    done = run_alone(sys.executable, *argv, **options)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout
 
@@ -239,13 +250,7 @@ def run_python(
 @functools.cache
 def outlives_ranks() -> bool:
     """Return whether jobs of this mpirun go on when a rank dies, with `ULFM`."""
-    text = subprocess.run(
-        [find_mpirun(), "--version"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    ).stdout
+    text = run_alone(find_mpirun(), "--version").stdout
     found = re.search(r"Open MPI\D*(\d+)", text)
     return found is not None and int(found[1]) >= 5
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import configparser
 import json
 import re
-import subprocess
 import sys
 
 import pytest
-from launching import ROOT, run_python, run_ranks
+from launching import ROOT, run_alone, run_python, run_ranks
 
 from mpidist import _cli
 from mpidist._cli.bench_command import CASES
@@ -296,17 +295,8 @@ def test_the_console_script_is_declared():
 
 def test_a_reader_that_has_left_is_no_error():
     for words in ("docs porting", "bench --help"):
-        command = f"{sys.executable} -m mpidist {words} 2>&1 | head -c 10"
-        done = subprocess.run(
-            ["bash", "-o", "pipefail", "-c", command],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
-        assert len(done.stdout) == 10
-        assert done.returncode in (0, 141)
-        quiet = f"{sys.executable} -m mpidist {words} | true"
-        done = subprocess.run(
-            ["bash", "-c", quiet], capture_output=True, text=True, timeout=TIMEOUT
-        )
-        assert done.stderr == ""
+        for reader, read in (("head -c 10", 10), ("true", 0)):
+            command = f"{sys.executable} -m mpidist {words} | {reader}"
+            done = run_alone("bash", "-o", "pipefail", "-c", command)
+            assert (len(done.stdout), done.stderr) == (read, "")
+            assert done.returncode in (0, 141)

@@ -42,15 +42,8 @@ def _environment():
 
 
 def _run(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "mpidist", "run", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=_environment(),
-        stdin=subprocess.DEVNULL,
-        timeout=100,
-    )
+    words = ["-m", "mpidist", "run", *arguments]
+    return launching.run_alone(*words, base=_environment(), cwd=cwd)
 
 
 @pytest.fixture
@@ -70,15 +63,8 @@ def test_a_program_runs_on_more_ranks_than_cores_and_its_exit_code_is_that_of_ru
     assert result.returncode == 7, result.stderr
     assert f"ranks {n} arguments ['--fail', 'a b'] threads 1" in result.stdout
     command = result.stderr.splitlines()[0].removeprefix("mpidist run: ")
-    again = subprocess.run(
-        ["/usr/bin/env", *shlex.split(command)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=_environment(),
-        stdin=subprocess.DEVNULL,
-        timeout=100,
-    )
+    words = ["/usr/bin/env", *shlex.split(command)]
+    again = launching.run_alone(*words, base=_environment(), cwd=folder)
     assert again.stdout == result.stdout
 
 

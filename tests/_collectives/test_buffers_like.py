@@ -193,9 +193,8 @@ def test_ranks_that_pass_different_arrays_get_the_right_sums(shared, rank, size)
     assert count == share_memory(shared)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_call_of_other_shapes_is_the_usual_error(shared, rank, size):
-    if size == 1:
-        pytest.skip("one rank agrees with itself")
     buffers = shared.buffers_like([np.zeros(20_000), np.zeros((200, 100))])
     nest = buffers[::-1] if rank == size - 1 else buffers
     raises_everywhere(

@@ -218,15 +218,13 @@ def test_a_signal_while_the_core_moves_data_ends_the_call_everywhere(
         strategy.run(move)
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize("count", [10, 7000])
 def test_a_gather_inside_another_is_refused_and_the_first_goes_on(
     on_nodes, rank, size, count
 ):
     """By a signal handler: the gathers of the core know of each other, too."""
-    if size == 1:
-        pytest.skip("one rank waits for nobody")
     strategy = on_nodes(timeout_seconds=50)
     x = np.full(count, rank, np.int64)
     refused = []

@@ -715,11 +715,10 @@ def test_all_ways_of_a_reduction_draw_one_key(new_strategy, rank, size):
         assert (mixed[0] is not None) == (rank == 0)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("result", ["nothing", "a number"])
-def test_values_with_different_names_are_found_by_run(new_strategy, rank, size, result):
+def test_values_with_different_names_are_found_by_run(new_strategy, rank, result):
     strategy = new_strategy()
-    if size == 1:
-        pytest.skip("there is nothing to differ from")
 
     def fn():
         return None if result == "nothing" else 1.0

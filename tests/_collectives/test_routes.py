@@ -342,12 +342,10 @@ def test_a_rank_without_room_takes_all_ranks_the_other_way(
         assert channel.results_in_arena == before + 2
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @core
 def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
     """Results of earlier calls too, if all ranks pass them in the same order."""
-    if size == 1:
-        pytest.skip("one rank reduces nothing")
     channel = channel_of(shared)
 
     def twice():
@@ -362,11 +360,9 @@ def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
         assert channel.sources_in_arena == before + 1
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @core
 def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
-    if size == 1:
-        pytest.skip("one rank reduces nothing")
     pool = group_of(shared).collectives.resources.node.pool
     losses = []
     for k in range(10):
@@ -380,12 +376,10 @@ def test_a_loss_that_is_kept_does_not_keep_its_gradients(shared, rank, size):
         assert (type(loss), loss.shape) == (np.ndarray, ())
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize("count", [10, 50_000])
 def test_a_rank_without_memory_tells_all(shared, rank, size, monkeypatch, count):
-    if size == 1:
-        pytest.skip("one rank has nobody to tell")
     x = np.full(count, rank + 1.0)
 
     def reduce():
@@ -504,15 +498,11 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize("count", [1, 300_000])
-def test_a_signal_ends_a_wait_and_the_others_are_told(
-    new_strategy, rank, size, alarm, count
-):
+def test_a_signal_ends_a_wait_and_the_others_are_told(new_strategy, rank, alarm, count):
     """The others do not wait for what does not come, not even till the deadline."""
-    if size == 1:
-        pytest.skip("one rank waits for nobody")
     strategy = new_strategy(timeout_seconds=50)
     x = np.ones(count)
 

@@ -320,9 +320,8 @@ def test_what_a_nested_run_closes_over(strategy, rank):
 # --- ranks that differ ----------------------------------------------------------------
 
 
+@pytest.mark.mpi(min_size=2)
 def test_state_that_only_rank_0_has_changed_is_found(strategy, rank):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("nothing to differ from")
     v = make(strategy, np.zeros(2), name="v")
     state = {"scale": 1.0}
 
@@ -336,11 +335,10 @@ def test_state_that_only_rank_0_has_changed_is_found(strategy, rank):
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("caught", [False, True])
 @pytest.mark.parametrize("how", ["missing", "type", "alias", "one for two"])
 def test_other_graphs_are_an_error_on_all_ranks(strategy, rank, how, caught):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("nothing to differ from")
     v = make(strategy, np.zeros(2), name="v")
     last = rank == strategy.num_replicas_in_sync - 1
     one, two = Slotted(v), Slotted(v)
@@ -406,10 +404,9 @@ def test_merge_fns_of_other_code_have_no_names(strategy, rank):
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_an_update_refers_to_that_a_rank_has_dropped(strategy, rank, size):
     """The next update refers to it again."""
-    if size == 1:
-        pytest.skip("rank 0 alone raises at once")
     v = make(strategy, np.zeros(2), name="v")
     slotted = Slotted(v)
 
@@ -479,12 +476,11 @@ UNSENDABLE = {
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("verb", ["update", "run"])
 @pytest.mark.parametrize("what", UNSENDABLE)
 @pytest.mark.parametrize("where", ["closure", "default", "argument", "object"])
 def test_what_can_not_be_sent_is_named(strategy, verb, what, where):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("nothing is sent")
     v = make(strategy, np.zeros(2))
 
     def merge_fn(distribution):

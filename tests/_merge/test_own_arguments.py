@@ -95,10 +95,9 @@ def test_nests_and_slices_of_each_replica(strategy, size):
 # --- copies that would come apart -----------------------------------------------------
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("elements", [2, 20_000, 400_000])
-def test_copies_that_would_come_apart_are_left_as_they_were(strategy, size, elements):
-    if size == 1:
-        pytest.skip("one copy cannot differ")
+def test_copies_that_would_come_apart_are_left_as_they_were(strategy, elements):
     before = np.arange(float(elements))
     v = make(strategy, before)
 
@@ -130,9 +129,8 @@ def test_at_program_level(strategy, rank, size):
     assert_usable(strategy)
 
 
-def test_updates_before_it_stay(strategy, size):
-    if size == 1:
-        pytest.skip("one copy cannot differ")
+@pytest.mark.mpi(min_size=2)
+def test_updates_before_it_stay(strategy):
     v, w = make(strategy, 0.0), make(strategy, 0.0)
 
     def apply(distribution, value):
@@ -181,9 +179,8 @@ def test_in_a_replica_function(strategy, size):
     assert_mirrored(strategy, v, np.full(2, size))
 
 
-def test_a_replica_function_that_would_make_copies_differ(strategy, rank, size):
-    if size == 1:
-        pytest.skip("one copy cannot differ")
+@pytest.mark.mpi(min_size=2)
+def test_a_replica_function_that_would_make_copies_differ(strategy, rank):
     v = make(strategy, np.zeros(2))
 
     def step():
@@ -197,9 +194,8 @@ def test_a_replica_function_that_would_make_copies_differ(strategy, rank, size):
     assert_usable(strategy)
 
 
-def test_a_replica_that_does_not_call_it(strategy, rank, size):
-    if size == 1:
-        pytest.skip("needs another replica")
+@pytest.mark.mpi(min_size=2)
+def test_a_replica_that_does_not_call_it(strategy, rank):
     v = make(strategy, np.zeros(2))
 
     def step():
@@ -212,10 +208,9 @@ def test_a_replica_that_does_not_call_it(strategy, rank, size):
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_where_only_one_replica_passes_its_own(strategy, rank, size):
     """The others did not keep what they overwrote: then rank 0's copies count."""
-    if size == 1:
-        pytest.skip("needs another replica")
     v = make(strategy, np.zeros(4))
     value = strategy.run(lambda: np.ones(4))
     for odd in (0, size - 1):

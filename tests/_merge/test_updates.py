@@ -148,9 +148,8 @@ def test_a_function_is_sent_again_where_it_is_another_one(strategy, size):
     assert_usable(strategy)
 
 
-def test_rank_0_goes_on_while_others_are_busy(strategy, size):
-    if size == 1:
-        pytest.skip("there are no others")
+@pytest.mark.mpi(min_size=2)
+def test_rank_0_goes_on_while_others_are_busy(strategy):
     v = make(strategy, np.zeros(3), name="v")
 
     def slow(v):
@@ -211,11 +210,10 @@ def reducing(v):
     v.assign_add(strategy.reduce("SUM", values, axis=None))
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("caught", [False, True])
 @pytest.mark.parametrize("then", AFTERWARDS)
-def test_an_error_of_one_rank_is_told_by_what_follows(strategy, size, then, caught):
-    if size == 1:
-        pytest.skip("rank 0 alone raises at once")
+def test_an_error_of_one_rank_is_told_by_what_follows(strategy, then, caught):
     v = make(strategy, np.zeros(3), name="v")
 
     def body(distribution):
@@ -293,10 +291,9 @@ def test_merge_fn_raises_while_others_are_behind(strategy, size):
     assert_usable(strategy)
 
 
-def test_merge_fn_raises_and_an_update_did(strategy, size):
+@pytest.mark.mpi(min_size=2)
+def test_merge_fn_raises_and_an_update_did(strategy):
     v = make(strategy, np.zeros(3), name="v")
-    if size == 1:
-        pytest.skip("rank 0 alone raises at once")
 
     def merge_fn(distribution):
         try:
@@ -333,10 +330,9 @@ def test_a_follower_exits_in_an_update(strategy, size, code, others):
     assert_usable(strategy)
 
 
-def test_functions_that_communicate_learn_of_an_earlier_error(strategy, size):
+@pytest.mark.mpi(min_size=2)
+def test_functions_that_communicate_learn_of_an_earlier_error(strategy):
     """The rank that has failed waits at the end of the updates, and answers there."""
-    if size == 1:
-        pytest.skip("rank 0 alone raises at once")
     v = make(strategy, np.zeros(3), name="v")
     seen = []
 
@@ -366,11 +362,10 @@ def test_functions_that_communicate_learn_of_an_earlier_error(strategy, size):
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("who", ["rank 0", "the last"])
 def test_functions_of_which_only_one_communicates(strategy, size, who):
     """The others are told, wherever they are, and nothing hangs."""
-    if size == 1:
-        pytest.skip("there are no others")
     v = make(strategy, np.zeros(3), name="v")
     alone = 0 if who == "rank 0" else size - 1
 
@@ -421,10 +416,9 @@ def test_an_update_in_an_update(strategy, size):
 # --- copies that drift apart --------------------------------------------------------
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("how", ["stays", "is overwritten", "is returned", "elsewhere"])
-def test_what_differs_is_found_and_named(strategy, size, how):
-    if size == 1:
-        pytest.skip("nothing to differ from")
+def test_what_differs_is_found_and_named(strategy, how):
     v = make(strategy, np.zeros(3), name="v")
     w = make(strategy, np.zeros(50_000), name="w")
 
@@ -456,11 +450,10 @@ def test_what_differs_is_found_and_named(strategy, size, how):
     assert_usable(strategy)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [8_193, 50_000, 300_000])
-def test_one_number_that_differs_is_found_before_long(strategy, size, count):
+def test_one_number_that_differs_is_found_before_long(strategy, count):
     """Of large arrays some words are compared: others in each update."""
-    if size == 1:
-        pytest.skip("nothing to differ from")
     v = make(strategy, np.zeros(count), name="v")
 
     def drift(v):
@@ -491,11 +484,8 @@ def test_one_number_that_differs_is_found_before_long(strategy, size, count):
 # --- what rank 0 drops, and keeps ---------------------------------------------------
 
 
-def test_variables_that_rank_0_has_dropped_are_dropped_in_spite_of_an_error(
-    strategy, size
-):
-    if size == 1:
-        pytest.skip("rank 0 alone raises at once")
+@pytest.mark.mpi(min_size=2)
+def test_variables_that_rank_0_has_dropped_are_dropped_in_spite_of_an_error(strategy):
     v = make(strategy, np.zeros(3), name="v")
 
     def merge_fn(distribution):

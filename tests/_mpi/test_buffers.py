@@ -387,7 +387,7 @@ def spread(strategy: Any) -> Any:
     )
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
@@ -396,8 +396,6 @@ def spread(strategy: Any) -> Any:
 def test_no_memory_on_one_rank_is_raised_on_all(
     new_strategy, rank, size, what, who, monkeypatch
 ):
-    if size == 1:
-        pytest.skip("one rank receives nothing")
     strategy = new_strategy(implementation=DIRECT)
     big = np.ones(COUNT)
     least = big.nbytes
@@ -452,13 +450,11 @@ def fail_after(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 _OWNERS = {"node_id": machine, "urandom": os}
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("step", ["node_id", "urandom", "peers"])
 def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, comm):
-    if size == 1:
-        pytest.skip("one rank is all ranks")
 
     waits = CommunicatorWaits(20)
     hit = rank == (size - 1 if last else 0)

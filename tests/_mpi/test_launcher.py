@@ -1,11 +1,10 @@
 """What the launcher says of this process; programs that are alone and should not be."""
 
 import importlib
-import subprocess
 import sys
 
 import pytest
-from launching import rank_environment
+from launching import run_alone
 
 from mpidist._mpi.launcher import Launch, describe_alone, find_launch
 
@@ -88,75 +87,53 @@ def test_the_text_says_what_to_write(launcher, library, cure):
     assert "\n" not in text
 
 
-def run_alone(program, **variables):
-    return subprocess.run(
-        [sys.executable, "-c", f"import mpidist\n{program}"],
-        env={**rank_environment(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run(program, **variables):
+    return run_alone("-c", f"import mpidist\n{program}", env=variables)
 
 
 def test_a_program_that_is_alone_and_should_not_be():
     # This process looks like a rank then, but was not launched as the program's.
     importlib.import_module("mpi4py.MPI")
     step = {**STEP, "SLURM_PROCID": "3"}
-    done = run_alone("mpidist.MPIStrategy()", **step)
+    done = run("mpidist.MPIStrategy()", **step)
     assert done.returncode == 1
     assert "process 3: srun --mpi=none started 4 processes" in done.stderr
     assert "MPIDIST_ALONE=1" in done.stderr
     in_scope = "with mpidist.get_strategy().scope() as one:\n  print(one)"
-    done = run_alone(in_scope, **step)
+    done = run(in_scope, **step)
     assert done.returncode == 1
     assert "scope: process 3: the launcher started 4 processes" in done.stderr
     assert "write `strategy = mpidist.MPIStrategy()`" in done.stderr
-    for allowed in (
-        run_alone(in_scope, **step, MPIDIST_ALONE="1"),
-        run_alone(in_scope, **SLURM_JOB),
-        run_alone(f"from mpi4py import MPI\n{in_scope}", **step),
-        run_alone("print(mpidist.MPIStrategy())", **step, MPIDIST_ALONE="1"),
-        run_alone("print(mpidist.MPIStrategy())", **SLURM_JOB),
-        run_alone(
-            "from mpi4py import MPI; print(mpidist.MPIStrategy(MPI.COMM_SELF))", **step
-        ),
-        run_alone("print(mpidist.testing.run(2, mpidist.MPIStrategy)[1])", **step),
+    both = f"{in_scope}\nprint(mpidist.MPIStrategy())"
+    on_threads = "print(mpidist.testing.run(2, mpidist.MPIStrategy)[1])"
+    with_mpi = f"{on_threads}\nfrom mpi4py import MPI\n{in_scope}\n"
+    with_mpi += "print(mpidist.MPIStrategy(MPI.COMM_SELF))"
+    for allowed, lines in (
+        (run(both, **step, MPIDIST_ALONE="1"), 2),
+        (run(both, **SLURM_JOB), 2),
+        (run(with_mpi, **step), 3),
     ):
         assert allowed.returncode == 0, allowed.stderr
-        assert "replica" in allowed.stdout
+        assert allowed.stdout.count("\n") == lines
+        assert all("replica" in line for line in allowed.stdout.splitlines())
 
 
 def test_a_program_of_torchrun(tmp_path):
     """Without torch: with the variables that it sets for each process."""
     program = tmp_path / "prog.py"
     program.write_text("import mpidist\n\nmpidist.MPIStrategy()\n")
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**rank_environment(), **TORCHRUN},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_alone(sys.executable, program, env=TORCHRUN)
     assert done.returncode == 1
     assert "process 1: torchrun started 2 processes" in done.stderr
     assert "`mpirun -n 2 python prog.py` or `mpidist run -n 2 prog.py`" in done.stderr
     one = {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}
-    assert run_alone("mpidist.MPIStrategy()", **one).returncode == 0
+    assert run("mpidist.MPIStrategy()", **one).returncode == 0
 
 
 def test_mpidist_check_says_so_once():
     """Each is a job of its own: the one that the launcher calls rank 0 speaks."""
     for rank in ("0", "2"):
-        done = subprocess.run(
-            [sys.executable, "-m", "mpidist", "check"],
-            env={**rank_environment(), **STEP, "SLURM_PROCID": rank},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        done = run_alone("-m", "mpidist", "check", env=STEP | {"SLURM_PROCID": rank})
         assert (done.returncode, done.stderr) == (1, "")
         if rank == "0":
             assert "srun --mpi=none started 4 processes" in done.stdout

@@ -1,10 +1,7 @@
 """What Open MPI is given before it starts; as the library itself says (MPI_T)."""
 
-import subprocess
-import sys
-
 import pytest
-from launching import ROOT, rank_environment
+from launching import ROOT, rank_environment, run_alone, run_python
 
 from mpidist._mpi.library import OPEN_MPI_SETTINGS
 
@@ -34,29 +31,15 @@ def read_settings(first, names, **variables):
     environment = rank_environment()
     for name in OPEN_MPI_SETTINGS:
         environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(first=first), *names],
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    program = PROGRAM.format(first=first)
+    done = run_alone("-c", program, *names, base=environment, env=variables)
     assert done.returncode == 0, done.stderr
     return dict(line.split() for line in done.stdout.splitlines())
 
 
 def test_open_mpi_is_given_what_it_needs_between_nodes():
     vendor = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
-    library = subprocess.run(
-        [sys.executable, "-c", vendor],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    if library.stdout.strip() != "Open MPI":
+    if run_python("-c", vendor).strip() != "Open MPI":
         pytest.skip("of Open MPI")
     prefix = "OMPI_MCA_"
     wanted = {k.removeprefix(prefix): v for k, v in OPEN_MPI_SETTINGS.items()}

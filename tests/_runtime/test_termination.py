@@ -8,7 +8,7 @@ import textwrap
 import time
 
 import pytest
-from launching import LAUNCHER_FAULT, find_mpirun, rank_environment
+from launching import LAUNCHER_FAULT, find_mpirun, rank_environment, run_alone
 
 from mpidist._cli.run_command import version_of
 
@@ -154,14 +154,7 @@ import mpidist
 
 def end_of(body):
     """Run a program of one process; return its exit code, stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + textwrap.dedent(body)],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_alone("-c", PROLOGUE + textwrap.dedent(body))
     return done.returncode, done.stdout.split(), done.stderr
 
 

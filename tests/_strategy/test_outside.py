@@ -112,14 +112,13 @@ CALLS = {
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.replicas(2)
 @pytest.mark.parametrize("start", [in_asyncio, in_an_executor])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_thread_in_no_scope_raises_and_one_that_enters_it_gets_the_sum(
     new_strategy, size, start, name
 ):
-    if size == 1:
-        pytest.skip("its own value is the sum")
     strategy, call = new_strategy(), CALLS[name]
 
     def without():

@@ -221,13 +221,12 @@ def test_on_a_device(monkeypatch, new_strategy):
         assert "v[2, 3]: 7.0 instead of 1.0" in message
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("others", ["run", "values", "reduce", "gather in run", "next"])
 @pytest.mark.parametrize("odd", ["first", "last"])
 def test_an_update_that_some_ranks_do_not_make_is_undone(
     new_strategy, rank, size, odd, others
 ):
-    if size == 1:
-        pytest.skip("one rank cannot differ")
     strategy = new_strategy(timeout_seconds=20)
     variable = make(strategy, np.ones(3))
     ones = strategy.run(lambda: np.ones(3))

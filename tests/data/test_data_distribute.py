@@ -338,9 +338,8 @@ def test_named_tuples_that_pickle_cannot_find(strategy, rank, size, make):
     assert strategy.reduce("SUM", sums, axis=None) == 2
 
 
+@pytest.mark.mpi(min_size=2)
 def test_elements_that_differ_between_ranks_are_an_error(strategy, rank, size):
-    if size == 1:
-        pytest.skip("one rank does not differ from itself")
     dtype = np.float32 if rank == 0 else np.float64
     dataset = strategy.distribute_datasets_from_function(
         lambda context: [np.ones((2, 3), dtype)] * 2
@@ -408,6 +407,7 @@ def test_stop_iteration_in_a_map_is_no_end(strategy):
             list(distributed)
 
 
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize(
     ("make", "steps", "message"),
@@ -418,8 +418,6 @@ def test_stop_iteration_in_a_map_is_no_end(strategy):
     ids=["longer", "larger"],
 )
 def test_an_input_with_more_on_one_rank(new_strategy, rank, size, make, steps, message):
-    if size == 1:
-        pytest.skip("one rank does not differ from itself")
     strategy = new_strategy()
     dataset = strategy.experimental_distribute_dataset(iter(make(rank, size)))
     iterator = iter(dataset)

@@ -10,13 +10,12 @@ import gc
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
+from launching import run_python
 
 import mpidist
 from mpidist import data
@@ -861,11 +860,4 @@ print(next(iterator), flush=True)
 
 
 def test_a_program_ends_while_threads_are_in_their_function():
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "0\n1\n0\n"), done.stderr
+    assert run_python("-c", BLOCKED) == "0\n1\n0\n"

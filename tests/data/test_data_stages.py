@@ -282,10 +282,9 @@ def test_own_inputs_leave_out_the_same_step(strategy, rank, size):
     assert iterator.state()["position"] == 3
 
 
+@pytest.mark.mpi(min_size=2)
 @core
 def test_an_error_elsewhere_leaves_out_nothing(strategy, rank, size):
-    if size == 1:
-        pytest.skip("no rank waits")
     iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(8).batch(4)))
     fails = lambda: strategy.reduce("SUM", object(), axis=None)  # noqa: E731
     with pytest.raises(ValueError, match="cannot be reduced"):
@@ -309,6 +308,7 @@ def test_a_generator_that_always_fails_ends_with_an_error(strategy, rank):
     assert gathered(strategy, iterator) == []
 
 
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize(
     "make",
@@ -328,9 +328,7 @@ def test_a_generator_that_always_fails_ends_with_an_error(strategy, rank):
         ),
     ],
 )
-def test_datasets_that_differ_between_ranks(strategy, rank, size, make):
-    if size == 1:
-        pytest.skip("one rank does not differ")
+def test_datasets_that_differ_between_ranks(strategy, rank, make):
     raises_everywhere(
         mpidist.CollectiveMismatchError,
         lambda: strategy.experimental_distribute_dataset(make(rank)),

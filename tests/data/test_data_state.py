@@ -167,10 +167,9 @@ def test_the_state_of_one_rank_is_enough(strategy, rank):
     assert gathered(strategy, second) == rest
 
 
+@pytest.mark.mpi(min_size=2)
 @core
-def test_a_mismatch_loses_no_batch(new_strategy, rank, size):
-    if size == 1:
-        pytest.skip("one rank makes no other call")
+def test_a_mismatch_loses_no_batch(new_strategy, rank):
     strategy = new_strategy()
     iterator = iter(strategy.experimental_distribute_dataset(as_list(ROWS, BATCH)))
     gathered(strategy, iterator, 1)
@@ -255,14 +254,13 @@ KINDS = {
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize("fault", ["raises", "differs"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restore_that_fails_on_one_rank_moves_no_rank(
     strategy, rank, size, kind, fault
 ):
-    if size == 1:
-        pytest.skip("one rank cannot differ")
     iterator = iter(strategy.experimental_distribute_dataset(KINDS[kind]()))
     gathered(strategy, iterator, 1)
     state = iterator.state()

@@ -290,12 +290,11 @@ def test_a_recursion_error_that_leaves_no_frame_to_say_so(
     gc.collect()  # files that it left open warn here
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_notice_that_cannot_be_pickled_for_want_of_frames_is_posted_later(
-    new_strategy, size, last, monkeypatch
+    new_strategy, last, monkeypatch
 ):
     """The others are told, and the rank raises what it raised, not pickle's error."""
-    if size == 1:
-        pytest.skip("nobody is told")
     strategy = new_strategy()
     refused = []
 

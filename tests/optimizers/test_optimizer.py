@@ -375,11 +375,9 @@ def test_reduced_gradients_that_are_views_of_variables(strategy):
     np.testing.assert_array_equal(b.numpy(), [1.5] * 3)
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.replicas(2, 3)
-def test_plain_gradients_have_to_be_the_same(strategy, rank, size):
-    if size == 1:
-        pytest.skip("one rank cannot differ")
+def test_plain_gradients_have_to_be_the_same(strategy, rank):
     with strategy.scope():
         w = mpidist.Variable(np.zeros(2), name="w")
     optimizer = SGD(1.0)
@@ -533,11 +531,9 @@ def test_an_optimizer_of_merge_fn_is_refused(strategy):
         strategy.run(lambda: mpidist.get_replica_context().merge_call(merge_fn))
 
 
-@mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.replicas(2, 3)
 def test_other_numbers_of_optimizers_are_found(strategy, rank, size):
-    if size == 1:
-        pytest.skip("one rank cannot differ")
     a, _ = two_variables(strategy)
     extra = Adam(0.1) if rank == 0 else None
     optimizer = SGD(0.5)

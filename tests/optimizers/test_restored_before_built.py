@@ -163,9 +163,8 @@ def test_the_optimizer_of_a_module_has_its_learning_rate_restored(strategy, fold
     assert made.optimizer.learning_rate == 0.25
 
 
-def test_one_rank_reads_iterations_before_the_others(strategy, rank, size):
-    if size == 1:
-        pytest.skip("needs several ranks")
+@pytest.mark.mpi(min_size=2)
+def test_one_rank_reads_iterations_before_the_others(strategy, rank):
     with strategy.scope():
         _, optimizer, v, w = parts(strategy)
 

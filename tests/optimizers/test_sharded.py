@@ -113,10 +113,9 @@ def test_a_slot_is_the_part_in_a_replica_and_the_whole_elsewhere(strategy, rank,
     assert own(strategy, seen) == [6.0, (5,)]
 
 
+@pytest.mark.mpi(min_size=2)
 @core_on_ranks
-def test_ranks_that_disagree_are_told(strategy, rank, size):
-    if size == 1:
-        pytest.skip("needs several ranks")
+def test_ranks_that_disagree_are_told(strategy, rank):
     with strategy.scope():
         w = mpidist.Variable(np.zeros(5), name="w")
         optimizer = Adam(1.0, shard_state=rank == 0)
@@ -140,11 +139,10 @@ def sharded_sgd(strategy, size):
     return w, optimizer.variables[1], step
 
 
+@pytest.mark.mpi(min_size=2)
 @core_on_ranks
 def test_the_parts_of_a_slot_are_not_combined(strategy, rank, size):
     """They would be as if they were copies, if they are equally long."""
-    if size == 1:
-        pytest.skip("needs several ranks")
     _, slot, _ = sharded_sgd(strategy, size)
     extended = strategy.extended
     calls = {
@@ -191,10 +189,9 @@ def test_an_update_writes_the_whole_of_a_slot(strategy, rank, size):
         np.testing.assert_array_equal(slot.numpy(), start)
 
 
+@pytest.mark.mpi(min_size=2)
 @core_on_ranks
 def test_a_slot_takes_no_value_of_each_replica(strategy, rank, size):
-    if size == 1:
-        pytest.skip("needs several ranks")
     _, slot, _ = sharded_sgd(strategy, size)
     rows = strategy.run(lambda: np.ones(2))
     for message in raises_everywhere(
@@ -203,11 +200,10 @@ def test_a_slot_takes_no_value_of_each_replica(strategy, rank, size):
         assert "expected the whole, the same on all ranks" in message
 
 
+@pytest.mark.mpi(min_size=2)
 @core_on_ranks
 def test_no_memory_to_share_the_parts(new_strategy, rank, size, monkeypatch):
     """Copies of the weights differ then, so nobody may go on with them."""
-    if size == 1:
-        pytest.skip("needs several ranks")
     strategy = new_strategy()
     _, _, step = sharded_sgd(strategy, size)
     collectives = group_of(strategy).collectives

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-from launching import ROOT, plain_environment
+from launching import ROOT, plain_environment, run_alone
 
+HERE = {"PYTHONPATH": str(ROOT)}
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
 def ask(*arguments):
     """Return what a Python prints, without MPI's variables."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**plain_environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_alone(*arguments, base=plain_environment(), env=HERE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -32,7 +32,7 @@ from launching import (
     ROOT,
     outlives_ranks,
     plain_environment,
-    rank_environment,
+    run_alone,
     run_command,
     run_in_turn,
     run_ranks,
@@ -248,15 +248,7 @@ def test_programs_that_share_jobs(library, tmp_path):
 
 def timeline(command: Command, path: str) -> None:
     """Summarize what a program of the block has recorded."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mpidist", "timeline", path],
-        cwd=command.folder,
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    done = run_alone("-m", "mpidist", "timeline", path, cwd=command.folder)
     compare(command.output or [], done)
 
 
@@ -282,15 +274,9 @@ def alone(command: Command, program: str, *arguments: str) -> Any:
     """Run Python on a program of the page, without mpirun."""
     path = command.folder / program
     path.write_text(command.programs[program], encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=command.folder,
-        env={**plain_environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    base, env = plain_environment(), {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, *arguments]
+    return run_alone(*words, base=base, env=env, cwd=command.folder)
 
 
 def mpidist_run(command: Command, ranks: str, program: str, arguments: str) -> None:
@@ -433,15 +419,7 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
 
 def ask(*command: str) -> str:
     """Return what a quick command prints; fail if it fails."""
-    result = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    result = run_alone(*command, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import plain_environment
+from launching import plain_environment, run_alone
 from replicas import own
 
 import mpidist
@@ -40,16 +39,10 @@ def all_reduce(x, op="SUM"):
 
 def python(source, *, cwd=ROOT, check=True):
     """Run a program in a Python of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        cwd=cwd,
-        env=environment,
-        check=check,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    base, env = os.environ, {"PYTHONPATH": str(ROOT)}
+    done = run_alone("-c", textwrap.dedent(source), base=base, env=env, cwd=cwd)
+    assert not check or done.returncode == 0, done.stderr
+    return done
 
 
 # --- programs -------------------------------------------------------------------------
@@ -783,14 +776,8 @@ def reports(tmp_path_factory):
     options += ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
     # On CI pytest has whole messages in its summary; here it is the same everywhere.
     env = {**plain_environment(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-c", os.devnull, "--rootdir", "."],
-        cwd=path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = ["-m", "pytest", *options, "-c", os.devnull, "--rootdir", "."]
+    done = run_alone(*command, base=env, cwd=path)
     found = re.findall(r"^([A-Z]+) test_\w+\.py::(\S+)", done.stdout, re.M)
     return done.stdout, {name: outcome for outcome, name in found}
 
