@@ -685,16 +685,6 @@ def test_a_variable_made_in_merge_fn_and_kept_on_rank_0_only(strategy, rank):
     assert after == [False] * len(after)
 
 
-def test_bad_arguments_of_a_variable_made_in_merge_fn(strategy):
-    def merge_fn(distribution):
-        mpidist.Variable(3, aggregation=mpidist.VariableAggregation.MEAN)
-
-    rows = outcomes(lambda: merge(strategy, merge_fn))
-    assert {name for name, _, _ in rows} == {"ValueError"}
-    assert "not floating" in rows[-1][1]
-    assert_usable(strategy)
-
-
 # --- memory ---------------------------------------------------------------------------
 
 

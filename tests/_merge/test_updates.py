@@ -4,6 +4,7 @@ Each test runs where the ranks share memory, and by MPI alone.
 """
 
 import collections
+import contextlib
 import gc
 import time
 import weakref
@@ -278,32 +279,19 @@ def this_replica_of(strategy):
     return strategy.replica_id
 
 
-def test_merge_fn_raises_while_others_are_behind(strategy, size):
-    v = make(strategy, np.zeros(3), name="v")
-
-    def merge_fn(distribution):
-        for _ in range(20):
-            distribution.extended.update(v, add_one)
-        raise KeyError("of merge_fn")
-
-    assert {*names_of(run_merge(strategy, merge_fn))} == {"KeyError"}
-    assert_mirrored(strategy, v, [20.0] * 3)
-    assert_usable(strategy)
-
-
 @pytest.mark.mpi(min_size=2)
-def test_merge_fn_raises_and_an_update_did(strategy):
+@pytest.mark.parametrize(("fn", "count"), [(add_one, 20), (fail_on_last, 1)])
+def test_merge_fn_raises_while_others_are_behind_or_have_failed(strategy, fn, count):
     v = make(strategy, np.zeros(3), name="v")
 
     def merge_fn(distribution):
-        try:
-            distribution.extended.update(v, fail_on_last)
-        except mpidist.ReplicaError:
-            pass
+        with contextlib.suppress(mpidist.ReplicaError):
+            for _ in range(count):
+                distribution.extended.update(v, fn)
         raise KeyError("of merge_fn")
 
     assert {*names_of(run_merge(strategy, merge_fn))} == {"KeyError"}
-    assert_mirrored(strategy, v, [1.0] * 3)
+    assert_mirrored(strategy, v, [float(count)] * 3)
     assert_usable(strategy)
 
 

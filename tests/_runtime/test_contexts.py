@@ -164,26 +164,24 @@ def test_scopes_in_generators_that_are_closed_in_any_order(strategy, first):
 # --- calls in the wrong context -------------------------------------------------------
 
 
-def cross_replica_calls(strategy):
-    extended = strategy.extended
-    x = np.ones(2)
-    return {
-        "run": lambda: strategy.run(lambda: None),
-        "experimental_run_v2": lambda: strategy.experimental_run_v2(lambda: None),
-        "call_for_each_replica": lambda: extended.call_for_each_replica(lambda: None),
-        "scope": lambda: strategy.scope().__enter__(),
-        "reduce": lambda: strategy.reduce("SUM", x, axis=None),
-        "gather": lambda: strategy.gather(x, axis=0),
-        "reduce_to": lambda: extended.reduce_to("SUM", x, x),
-        "batch_reduce_to": lambda: extended.batch_reduce_to("SUM", [(x, x)]),
-        "broadcast_to": lambda: extended.broadcast_to(x, x),
-        "update": lambda: extended.update(None, lambda v: v),
-        "experimental_distribute_values_from_function": (
-            lambda: strategy.experimental_distribute_values_from_function(
-                lambda c: c.replica_id_in_sync_group
-            )
-        ),
-    }
+X = np.ones(2)
+CROSS_REPLICA_CALLS = {
+    "run": lambda s: s.run(lambda: None),
+    "experimental_run_v2": lambda s: s.experimental_run_v2(lambda: None),
+    "call_for_each_replica": lambda s: s.extended.call_for_each_replica(lambda: None),
+    "scope": lambda s: s.scope().__enter__(),
+    "reduce": lambda s: s.reduce("SUM", X, axis=None),
+    "gather": lambda s: s.gather(X, axis=0),
+    "reduce_to": lambda s: s.extended.reduce_to("SUM", X, X),
+    "batch_reduce_to": lambda s: s.extended.batch_reduce_to("SUM", [(X, X)]),
+    "broadcast_to": lambda s: s.extended.broadcast_to(X, X),
+    "update": lambda s: s.extended.update(None, lambda v: v),
+    "experimental_distribute_values_from_function": (
+        lambda s: s.experimental_distribute_values_from_function(
+            lambda c: c.replica_id_in_sync_group
+        )
+    ),
+}
 
 
 INSTEAD = {
@@ -194,28 +192,11 @@ INSTEAD = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run",
-        "experimental_run_v2",
-        "call_for_each_replica",
-        "scope",
-        "reduce",
-        "gather",
-        "reduce_to",
-        "batch_reduce_to",
-        "broadcast_to",
-        "update",
-        "experimental_distribute_values_from_function",
-    ],
-)
+@pytest.mark.parametrize("name", CROSS_REPLICA_CALLS)
 def test_cross_replica_calls_in_a_replica_function(strategy, name):
-    call = cross_replica_calls(strategy)[name]
-
     def step():
         with pytest.raises(RuntimeError, match=IN_CROSS_REPLICA) as caught:
-            call()
+            CROSS_REPLICA_CALLS[name](strategy)
         return [str(caught.value)]
 
     (message,) = own(strategy, strategy.run(step))
@@ -299,27 +280,12 @@ def test_another_context_of_the_same_strategy(strategy):
 # --- two strategies -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run",
-        "call_for_each_replica",
-        "scope",
-        "reduce",
-        "gather",
-        "reduce_to",
-        "batch_reduce_to",
-        "broadcast_to",
-        "update",
-        "experimental_distribute_values_from_function",
-    ],
-)
+@pytest.mark.parametrize("name", CROSS_REPLICA_CALLS)
 def test_mixing_two_strategies_in_a_scope(strategy, new_strategy, name):
     other = new_strategy()
-    call = cross_replica_calls(other)[name]
     with strategy.scope():
         with pytest.raises(RuntimeError, match=MIXING) as caught:
-            call()
+            CROSS_REPLICA_CALLS[name](other)
         # Both, by name, and what to do.
         assert repr(strategy) in str(caught.value)
         assert repr(other) in str(caught.value)

@@ -30,17 +30,6 @@ def test_it_is_always_there(default):
     assert "MPI" in repr(default)
 
 
-def test_its_replica_context(default):
-    context = mpidist.get_replica_context()
-    assert isinstance(context, mpidist.ReplicaContext)
-    assert context.strategy is default
-    assert context.replica_id_in_sync_group == 0
-    assert type(context.replica_id_in_sync_group) is int
-    assert context.num_replicas_in_sync == 1
-    assert context.devices == default.extended.worker_devices
-    assert not mpidist.in_cross_replica_context()
-
-
 @pytest.mark.parametrize("args", [3, "ab", {"a": 1}, np.ones(2)])
 def test_merge_call_wants_a_tuple_here_too(default, args):
     """As on MPIStrategy: code that is written here works there."""
@@ -143,22 +132,6 @@ def test_library_code_that_merges_works_without_a_strategy(default):
     result = context.merge_call(merge_fn, args=([(np.ones(2), v)],))
     assert result == 5.0
     np.testing.assert_array_equal(v, [0.0, 1.0])
-
-
-def test_variables(default):
-    v = mpidist.Variable(lambda: np.zeros(2), name="plain")
-    assert v.distribute_strategy is default
-    v.assign_add([1.0, 2.0])
-    v.assign_sub(np.ones(2))
-    np.testing.assert_array_equal(v, [0.0, 1.0])
-    assert v.assign([5.0, 6.0]) is v
-    assert v.assign([5.0, 6.0], read_value=False) is None
-    default.run(lambda: v.assign(v * 2.0))  # whatever its aggregation
-    np.testing.assert_array_equal(v, [10.0, 12.0])
-    with pytest.raises(ValueError, match="shape"):
-        v.assign([1.0])
-    with pytest.raises(TypeError, match="assign_add"):
-        v += 1.0
 
 
 def test_scope(default):

@@ -323,17 +323,12 @@ def test_mirrored_numbers(strategy, size):
     assert m * 2 == 5.0
     assert 2 < m < 3
     assert np.sqrt(m) == np.sqrt(2.5)
-    assert (m.shape, m.dtype) == ((), np.float64)
+    assert (m.shape, m.dtype, m.ndim, m.size) == ((), np.float64, 0, 1)
+    assert np.ndim(m) == 0
     n = mirrored_of(strategy, 3)
     assert [*range(n)] == [0, 1, 2]
     assert "abcdef"[n] == "d"
     assert max(m, n) is n
-
-
-def test_mirrored_numbers_have_the_attributes_of_arrays(strategy):
-    m = mirrored_of(strategy, 2.5)
-    assert (m.ndim, m.size) == (0, 1)
-    assert np.ndim(m) == 0
 
 
 def test_mirrored_is_not_written_to(strategy):

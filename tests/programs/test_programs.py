@@ -124,29 +124,6 @@ def test_sonnet_cross_replica_batch_norm(strategy, rank, size):
     np.testing.assert_allclose(norm.mean.numpy(), 0.1 * everything.mean(axis=0))
 
 
-def test_grad_utils(strategy):
-    """The Keras optimizer: summed gradients, merge_call, update with group=False."""
-    with strategy.scope():
-        w = mpidist.Variable(np.zeros(3))
-
-    def apply(strategy, gradients):
-        def update(variable, gradient):
-            variable.assign_sub(0.1 * gradient)
-
-        for variable, each in zip([w], gradients, strict=True):
-            strategy.extended.update(variable, update, args=(each,), group=False)
-
-    def step(x, y):
-        context = mpidist.get_replica_context()
-        rows = context.all_reduce(SUM, len(y))
-        gradients = context.all_reduce(SUM, [gradient(w.numpy(), x, y, rows)])
-        context.merge_call(apply, args=(gradients,))
-
-    for batch in strategy.experimental_distribute_dataset(dataset(2)):
-        strategy.run(step, args=batch)
-    np.testing.assert_allclose(w.numpy(), trained_alone(2), rtol=1e-12)
-
-
 def test_chainermn(strategy, rank):
     """ChainerMN: data of rank 0 for all, its starting weights, and an evaluator."""
     start = np.full(3, float(rank))  # only rank 0's count
@@ -264,49 +241,3 @@ def test_resume_on_another_number_of_ranks(strategy, rank, same_folder, new_stra
     whole = train(strategy, restore=False)
     alone = train(new_strategy(comm=MPI.COMM_SELF), restore=True)
     np.testing.assert_allclose(alone, whole, rtol=1e-12)
-
-
-def test_horovod(strategy, rank, size):
-    """Horovod: init, rank, broadcast, the mean of gradients, one optimizer class."""
-
-    class DistributedOptimizer:
-        def __init__(self, rate):
-            self.rate = rate
-
-        def step(self, w, gradients):
-            context = mpidist.get_replica_context()
-            (mean,) = context.all_reduce(MEAN, gradients)
-            return w - self.rate * mean
-
-    with strategy.scope():
-        start = mpidist.Variable(np.full(3, float(rank))).numpy().copy()
-    mine = slice(rank, ROWS // size * size, size)
-    optimizer = DistributedOptimizer(0.1)
-
-    def train():
-        w = start
-        for _ in range(5):
-            g = gradient(w, X[mine], Y[mine], len(Y[mine]))
-            w = optimizer.step(w, [g])
-        return w
-
-    expected = np.zeros(3)
-    used = ROWS // size * size
-    for _ in range(5):
-        expected = expected - 0.1 * gradient(expected, X[:used], Y[:used], used)
-    (result,) = strategy.experimental_local_results(strategy.run(train))
-    np.testing.assert_allclose(result, expected, rtol=1e-12)
-
-
-def test_a_loss_of_each_example(strategy):
-    """Per-example losses, divided by the rows of all replicas; an uneven last batch."""
-
-    def step(x, y):
-        return mpidist.compute_average_loss((x @ np.ones(3) - y) ** 2)
-
-    means = [
-        float(strategy.reduce(SUM, strategy.run(step, args=batch), axis=None))
-        for batch in strategy.experimental_distribute_dataset(dataset())
-    ]
-    expected = [((x @ np.ones(3) - y) ** 2).mean() for x, y in batches()]
-    np.testing.assert_allclose(means, expected)
