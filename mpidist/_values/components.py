@@ -51,7 +51,7 @@ def local_results(group: ReplicaGroup, value: Nest) -> tuple[Nest, ...]:
     frame = context.current()
     if frame.coordinator is not None and frame.group is group:
         frame.coordinator.fetch(leaves)
-    columns = [results_of_leaf(leaf) for leaf in leaves]
+    columns = _columns_of(group, leaves)
     distributed = [
         len(column)
         for leaf, column in zip(leaves, columns, strict=True)
@@ -62,6 +62,29 @@ def local_results(group: ReplicaGroup, value: Nest) -> tuple[Nest, ...]:
     return tuple(
         structure.unflatten([column[i] for column in columns]) for i in range(rows)
     )
+
+
+def _columns_of(group: ReplicaGroup, leaves: list[Nest]) -> list[tuple[Nest, ...]]:
+    """Return the visible components of each leaf; one call gathers those of several."""
+    together = [i for i, leaf in enumerate(leaves) if _is_gathered(group, leaf)]
+    if len(together) < 2:
+        return [results_of_leaf(leaf) for leaf in leaves]
+    own = [component_of(leaves[i]) for i in together]
+    call = f"experimental_local_results of {len(own)} values"
+    rows = group.collectives.collect_on_all(own, call)
+    found = dict(zip(together, zip(*rows, strict=True), strict=True))
+    return [found.get(i) or results_of_leaf(leaf) for i, leaf in enumerate(leaves)]
+
+
+def _is_gathered(group: ReplicaGroup, leaf: Nest) -> bool:
+    """Return whether reading ``values`` of a leaf gathers them in this group."""
+    frame = context.current()
+    in_program = frame.coordinator is None and frame.level is not context.Level.UPDATE
+    if not (group.registry.shows_all and in_program and differs(leaf)):
+        return False
+    if isinstance(leaf, Variable):
+        return storage_of(leaf).group is group
+    return isinstance(leaf, PerReplica) and leaf._is_of(group.registry)
 
 
 def results_of_leaf(leaf: Nest) -> tuple[Nest, ...]:

@@ -76,6 +76,10 @@ class DistributedValues(Components, Generic[Own]):
             return self._all
         return visible(self._home, self._own)
 
+    def _is_of(self, home: Registry) -> bool:
+        """Return whether it belongs to a registry, and not all of it is here."""
+        return self._home is home and (self._all is None or self._key is not None)
+
     def _as_component(self) -> Nest:
         return self._own
 

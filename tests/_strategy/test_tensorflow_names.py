@@ -408,6 +408,39 @@ def test_a_mirrored_strategy_shows_the_values_of_all_replicas(strategy, rank, si
     mirrored.close()
 
 
+def test_the_values_of_a_nest_are_gathered_together(rank, size):
+    mirrored = mpidist.MirroredStrategy()
+    with mirrored.scope():
+        written = mpidist.Variable(2.0)
+        read = mpidist.Variable(1.0, synchronization="ON_READ", aggregation="SUM")
+    results = mirrored.run(lambda: {f"leaf {k}": this_replica() + k for k in range(9)})
+    total = mirrored.extended.reduce_to("SUM", results["leaf 0"], destinations=written)
+    nest = {**results, "read": read, "written": written, "total": total, "same": 3.0}
+
+    def calls_of(value):
+        before = mirrored.communication_statistics().calls
+        rows = mirrored.experimental_local_results(value)
+        calls = mirrored.communication_statistics().calls
+        return rows, {x: n - before.get(x, 0) for x, n in calls.items()}
+
+    rows, calls = calls_of(nest)
+    assert calls == calls_of(results["leaf 0"])[1]
+    assert len(rows) == size
+    for i, row in enumerate(rows):
+        assert [row[f"leaf {k}"] for k in range(9)] == [i + k for k in range(9)]
+        assert (float(row["read"]), float(row["written"])) == (1.0, 2.0)
+        assert float(row["total"]) == sum(range(size))
+        assert row["same"] == 3.0
+    if size > 1:
+        some = list(results.values())[rank:]
+        for message in raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda: mirrored.experimental_local_results(some),
+        ):
+            assert "experimental_local_results of 9 values" in message
+    mirrored.close()
+
+
 def test_replicas_of_a_mirrored_strategy_take_turns_of_one_input(strategy, rank, size):
     contexts = []
 
