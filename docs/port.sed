@@ -1,22 +1,35 @@
 # From tf.distribute to mpidist: sed -E -i -f port.sed program.py
+1{x
+s/.*//
+x
+}
 /^\s*@tf\.function\((.*[^)])?$/{
 :more
+$!{
 N
 /\n\s*(def|async|@)\b[^\n]*$/!bmore
+}
 s/.*\n//
 }
-/\btf\.where\($/N
+/\btf\.where\($/{
+$!N
+}
 s/^(import .*), *tensorflow as tf$/\1, contextlib, glob as tf_glob, logging as tf_logging, os, shutil, mpidist/
 s/^import tensorflow(\.compat\.v[12])? as tf\b.*/import contextlib, glob as tf_glob, logging as tf_logging, os, shutil\nimport numpy as np\nimport mpidist/
-/^(from tensorflow import keras|import (tf_)?keras)$/d
+/^(from tensorflow import keras|import (tf_)?keras)$/{
+$!d
+s/.*//
+}
 s/\btf_keras\./tf.keras./g
 /^\s*from (tensorflow\.)?keras\.optimizers import\b/{
 :join
 s/ *#[^\n]*//
 /\([^)]*$/{
+$!{
 N
 s/[ \n]+/ /2g
 bjoin
+}
 }
 s/^(\s*)from [a-z.]+ import (\( *([^()]*[^(), ]),? *\)|(.*))/\1from mpidist.optimizers import \3\4/
 s/\b(Adagrad|AdamW?|RMSprop|SGD)( *)(,|$)/\1 as \1\2\3/g
@@ -182,7 +195,10 @@ s/\btf\.experimental\.async_scope\(/contextlib.nullcontext(/g
 s/\btf\.experimental\.async_clear_error\(\)/None/g
 s/\btf\.executing_eagerly\(\)/True/g
 s/\btf\.is_tensor\(([^()]*)\)/isinstance(\1, (np.ndarray, np.generic, mpidist.Variable))/g
-/^\s*@tf\.autograph\.experimental\.do_not_convert$/d
+/^\s*@tf\.autograph\.experimental\.do_not_convert$/{
+$!d
+s/.*//
+}
 s/\btf\.autograph\.experimental\.do_not_convert\(/(lambda func: func)(/g
 s/\btf\.autograph\.experimental\.set_loop_options\(/(lambda **_: None)(/g
 s/(^|[^].[:alnum:]_])(\w+(\.\w+)*)\.get_concrete_function\(/\1(lambda *_, **__: \2)(/g
@@ -209,7 +225,10 @@ s/\btf\.io\.gfile\.(listdir|remove)\(/os.\1(/g
 s/\btf\.io\.gfile\.(mkdir|makedirs)\(([^()]*(\([^()]*\))?[^()]*)\)/os.makedirs(\2, exist_ok=True)/g
 s/\btf\.io\.gfile\.(mkdir|makedirs)\((.*)\)$/os.makedirs(\2, exist_ok=True)/
 s/\btf\.io\.gfile\.rmtree\((.*)\)$/shutil.rmtree(\1, ignore_errors=True)/
-/^\s*(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/d
+/^\s*(@tf\.function|tf\.enable_(eager_execution|v2_behavior)\(\)$)/{
+$!d
+s/.*//
+}
 s/\btf\.function\(/(lambda func=lambda f: f, *_, **__: func)(/g
 s/\btf\.get_variable\(([^,]*), *(shape=)?(\[[^]]*\]), *initializer=tf\.zeros_initializer(\(\))?\)/mpidist.Variable(np.zeros(\3), name=\1)/
 s/\btf\.(Graph|InteractiveSession|Session|disable_(eager_execution|v2_behavior)|get_variable)\b/mpidist.\1/g
@@ -222,3 +241,10 @@ s/\bkeras\n/keras./g
 s/\.value\(\)/.read_value()/g
 s/\b(\w+(\.\w+|\[[^][]*\]|\(([^()]|\([^()]*\))*\))*)\.numpy\(\)/np.array(\1)[()]/g
 s/\.numpy\(\)//g
+H
+$!d
+x
+s/^\n//
+/strateg|replica_context/I!{
+/\bCheckpoint\(/s/(^|\n)(import [^\n]*\bmpidist)(\n|$)/\1\2\nif __name__ == "__main__" and mpidist.cluster.this_process().size > 1:\n    mpidist.experimental_set_strategy(mpidist.MPIStrategy())\3/
+}

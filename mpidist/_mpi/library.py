@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import os
 import sys
+import warnings
 from typing import Any, Final, NoReturn, TypeAlias
 
 from mpidist._base import threads
+from mpidist._base.environment import read_environment
+from mpidist._base.errors import level_of_caller
 from mpidist._base.expect import expect
 from mpidist._mpi import launcher
 
@@ -167,16 +171,36 @@ def check_uses_mpi() -> None:
     Raises:
         RuntimeError: in that case, with what to write instead.
     """
-    if "mpi4py.MPI" in sys.modules:
-        return
-    launch = _find_launch_of_several()
-    if launch is None or launcher.find_rank_above() is not None:
+    launch = _find_copies()
+    if launch is None:
         return
     why = (
         f"the launcher started {launch.size} processes, and this is the default "
         "strategy; write `strategy = mpidist.MPIStrategy()`"
     )
     raise _alone("scope", launch, why)
+
+
+@functools.cache  # once; in programs that use MPI, it is in use by then
+def warn_of_copies() -> None:
+    """Warn, on process 0, that each process of a launch runs the program by itself."""
+    launch = None if read_environment().alone else _find_copies()
+    if launch is not None and not launch.rank:
+        warnings.warn(
+            f"mpidist: the launcher started {launch.size} processes, but there is no "
+            "strategy yet: each process has its own variables, and without a strategy "
+            "runs the program by itself. Write `mpidist.experimental_set_strategy("
+            "mpidist.MPIStrategy())` at the beginning, or make variables in `with "
+            f"strategy.scope():`. If this is meant, set {launcher.ALLOW_ALONE}=1",
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
+        )
+
+
+def _find_copies() -> launcher.Launch | None:
+    """Return the launch of several processes, if none of them has used MPI."""
+    launch = None if "mpi4py.MPI" in sys.modules else _find_launch_of_several()
+    return launch if launch and launcher.find_rank_above() is None else None
 
 
 def _find_launch_of_several() -> launcher.Launch | None:

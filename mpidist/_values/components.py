@@ -9,7 +9,12 @@ from mpidist._base import nest
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.distributed import DistributedValues, PerReplica, own_component
+from mpidist._values.distributed import (
+    DistributedValues,
+    PerReplica,
+    is_away,
+    own_component,
+)
 from mpidist._values.variable import Variable, storage_of
 
 
@@ -84,7 +89,7 @@ def _is_gathered(group: ReplicaGroup, leaf: Nest) -> bool:
         return False
     if isinstance(leaf, Variable):
         return storage_of(leaf).group is group
-    return isinstance(leaf, PerReplica) and leaf._is_of(group.registry)
+    return isinstance(leaf, PerReplica) and is_away(leaf, group.registry)
 
 
 def results_of_leaf(leaf: Nest) -> tuple[Nest, ...]:

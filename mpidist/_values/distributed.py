@@ -76,10 +76,6 @@ class DistributedValues(Components, Generic[Own]):
             return self._all
         return visible(self._home, self._own)
 
-    def _is_of(self, home: Registry) -> bool:
-        """Return whether it belongs to a registry, and not all of it is here."""
-        return self._home is home and (self._all is None or self._key is not None)
-
     def _as_component(self) -> Nest:
         return self._own
 
@@ -103,6 +99,11 @@ class DistributedValues(Components, Generic[Own]):
 def readers(home: Registry) -> ReplicaGroup | None:
     """Return the ranks that read ``values`` together; None: each reads its own."""
     return home.group if home.shows_all else None
+
+
+def is_away(value: DistributedValues, home: Registry) -> bool:
+    """Return whether a value is of a registry, and some components are elsewhere."""
+    return value._home is home and (value._all is None or value._key is not None)
 
 
 def visible(home: Registry, own: Nest) -> tuple[Nest, ...]:

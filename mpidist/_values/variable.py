@@ -16,6 +16,7 @@ from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Array, DType, Nest, Shape
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
+from mpidist._mpi import library
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.dispatch import OnRank0
 from mpidist._runtime.group import ReplicaGroup
@@ -124,6 +125,8 @@ class Variable(ArrayLike, Registered):
         frame = context.current()
         group = frame.group
         collectives = group.collectives
+        if not group.is_mpi and threads.current() is None:
+            library.warn_of_copies()
         with dispatch.checking(group, "Variable(...)"):
             attributes = check_attributes(trainable, name, synchronization, aggregation)
             if isinstance(initial_value, Variable):

@@ -122,6 +122,18 @@ print("sum", strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None).numpy(
 """
 
 
+COPIES = """
+import tensorflow as tf
+
+v = tf.Variable(np.arange(3.0))
+checkpoint = tf.train.Checkpoint(v=v)
+path = checkpoint.write(CHECKPOINTS)
+v.assign(np.zeros(3))
+checkpoint.read(path).assert_consumed()
+print(float(tf.reduce_sum(v)))
+"""
+
+
 def ported(program, folder):
     path = folder / "program.py"
     checkpoints = repr(str(folder / "checkpoints"))
@@ -160,6 +172,18 @@ def test_library_code_with_a_merge_call(tmp_path):
         f"sum {n}.0",
     ]
     assert sorted(done.stdout.splitlines()) == sorted(lines * n)
+
+
+def test_a_program_without_a_strategy_that_saves_is_one_program(tmp_path):
+    path = ported(COPIES, tmp_path)
+    for n in (1, 3):
+        done = run_ranks(n, [str(path)], timeout=100)
+        assert (done.returncode, done.stdout) == (0, "3.0\n" * n), done.stderr
+    lines = "print(__name__)\ntf.train.Checkpoint(v=v)\n"
+    for program in (f"import tensorflow as tf\nstrategy = None\n{lines}", lines):
+        assert "set_strategy" not in ported(program, tmp_path).read_text()
+    last_goes = ported("x = 1\nfrom tensorflow import keras", tmp_path)
+    assert last_goes.read_text() == "x = 1\n"
 
 
 @pytest.mark.parametrize(
