@@ -51,6 +51,8 @@ s/^from tensorflow\.python\.eager import monitoring$/from unittest import mock; 
 s/^(\s*)(from tensorflow\.[^(\\;]*|import tensorflow\.[^(\\;,]*)$/\1pass  # mpidist has no: \2/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g
+s/\bmpidist\.(experimental\.)?CentralStorageStrategy\(\)/mpidist.MirroredStrategy()/g
+s/\b(MirroredStrategy\()(devices *= *)?\[ *(["'][^]["',]*\bgpu:[0-9]+["'],? *)+\](, *)?/\1/gI
 s/\btf\.__version__/str(2.21)/g
 s/tf\.__internal__\.distribute\.(interim\.)?/mpidist./g
 s/tf\.types\.experimental\.distributed\./mpidist./g

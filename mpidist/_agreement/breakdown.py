@@ -22,7 +22,7 @@ from mpidist._agreement.call_state import CallState
 from mpidist._agreement.channel import LeftError
 from mpidist._agreement.lives import Lives
 from mpidist._agreement.mismatch import Call
-from mpidist._agreement.notices import COLLECT_SECONDS, End, Notices, Wait
+from mpidist._agreement.notices import COLLECT_SECONDS, End, Notices, Wait, at_ends
 from mpidist._agreement.polling import SHORT_SLEEP
 from mpidist._base.errors import (
     CollectiveTimeoutError,
@@ -180,7 +180,7 @@ class Breakdown:
                 f"rank {self._comm.rank} was interrupted by {type(error).__name__} in "
                 f"{what}{text}; {_UNUSABLE}"
             )
-            self.state, self.why = State.GAVE_UP, why
+            self.state, self.why = State.GAVE_UP, at_ends(why)
             state.blocked = True
             self._untold = what
             self.repeat_notice()

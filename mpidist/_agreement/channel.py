@@ -26,13 +26,14 @@ longer than that.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 from mpidist import _native
 from mpidist._agreement.polling import YIELD_SECONDS, YIELD_SECONDS_FOR_DATA, poll
-from mpidist._mpi.communicator import Communicator, StartHeader
-from mpidist._mpi.requests import Request
+from mpidist._mpi.communicator import Communicator
+from mpidist._mpi.requests import Begun, Request, StartHeader
 
 OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1
@@ -183,12 +184,17 @@ class ExchangeChannel:
     moves = False
     pause: Callable[[float], None] | None = None
     verdict: Verdict = (0, 1, 1, 0, 0)
-    headers = 0
 
     def __init__(self, start: StartHeader) -> None:
         self._start = start
         self._last = time.monotonic()
+        self._begun: Begun = deque([(0, None)], maxlen=1)
         self._request: Request | None = None
+
+    @property
+    def headers(self) -> int:
+        """How many headers this rank has published."""
+        return self._begun[-1][0]
 
     @property
     def lateness(self) -> float:
@@ -211,8 +217,8 @@ class ExchangeChannel:
         # For how long another rank can have waited for this one.
         lateness = int(1000 * self.lateness)
         self._last = time.monotonic()
-        self.headers += 1
-        request = self._start((*said, timeout_ms or _UNLIMITED, lateness))
+        words = (*said, timeout_ms or _UNLIMITED, lateness)
+        request = self._start(words, self._begun)
         self._request = request
         return request
 

@@ -71,6 +71,9 @@ class Guard(CallState):
     """
 
     # Of the base class; without these lines pyright calls their types ambiguous.
+    call: Call
+    previous_call: Call
+    timeout: float
     async_calls: AsyncCalls | None
     channel: Channel
     blocked: bool

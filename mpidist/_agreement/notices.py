@@ -95,6 +95,11 @@ class Wait:
     awaited: list[int] | None = None
 
 
+def at_ends(text: str) -> str:
+    """Return a text in which a rank is not "in", but "at the end of" something."""
+    return text.replace(" in the end of ", " at the end of ")
+
+
 class Notices:
     """The notices of one rank: those that it posts, and those of the others.
 
@@ -217,6 +222,7 @@ class Notices:
         for rank in waiting:
             calls.setdefault((self._latest[rank].call, ""), []).append(rank)
         lines = describe_groups(calls, " waited in ", _MOST_GROUPS)
+        lines = [at_ends(line) for line in lines]
         waits, end = "; ".join(lines), ". "
         if len(lines) > _ON_ONE_LINE:
             waits, end = "".join(f"\n  {line}" for line in lines), "\n"
@@ -229,9 +235,9 @@ class Notices:
             )
         return (
             f"{format_ranks(missing)} did not reach call {wait.sequence + 1} within "
-            f"{waited:.3g} s: {waits or wait.what}{end}The last call that "
-            f"{format_ranks(missing)} made with the others was call {wait.sequence}: "
-            f"{wait.before}"
+            f"{waited:.3g} s: {waits or wait.what}{end}"
+            f"{'Its' if len(missing) == 1 else 'Their'} last call with the others was "
+            f"call {wait.sequence}: {wait.before}"
         )
 
     # --- the end of the program ---------------------------------------------------

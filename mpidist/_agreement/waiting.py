@@ -274,16 +274,15 @@ class Waits:
     def _why(self, wait: Wait, timeout: float) -> str:
         why = (
             f"{self._breakdown.notices.describe(wait, timeout)}. This strategy cannot "
-            "be used any more, because the missing rank may still arrive; variables "
-            "and arrays are as they were before the call. "
+            "be used any more; variables and arrays are as before the call. "
         )
         if wait.awaited is None:
             return (
-                f"{why}Make all ranks make the same calls, or raise `timeout_seconds` "
-                "in CommunicationOptions if the rank was only slow"
+                f"{why}Make all ranks make the same calls; if the rank was only slow, "
+                "raise `timeout_seconds` in CommunicationOptions"
             )
         return (
             f"{why}The rank was stopped or has died, or the network between the hosts "
-            "does not carry its data; raise `timeout_seconds` in CommunicationOptions "
-            "if it was only slow"
+            "does not carry its data; if it was only slow, raise `timeout_seconds` in "
+            "CommunicationOptions"
         )

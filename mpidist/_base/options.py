@@ -26,7 +26,8 @@ class CommunicationImplementation(enum.Enum):
     ``SHARED`` is what AUTO does for host arrays; it is an error if there is no shared
     memory. ``STAGED`` copies GPU arrays through host memory. ``NCCL`` moves
     GPU arrays by NCCL, which requires a GPU for each rank; if it is unavailable, it is
-    an error on all ranks, not a warning as in TensorFlow. For GPU arrays ``AUTO`` is
+    an error on all ranks, not a warning as in TensorFlow, which there is if no rank has
+    a GPU. For GPU arrays ``AUTO`` is
     NCCL if it is available, otherwise staged on one node; between nodes direct if MPI
     is CUDA-aware, otherwise staged.
     ``RING`` is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ForwardRef, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -95,7 +95,7 @@ def publish(
         if isinstance(value, ModuleType):
             publish(value.__name__, public)
         elif callable(value):
-            value.__module__ = above if key in outer else name
+            _claim(value, above if key in outer else name)
 
     def look(missing: str) -> object:
         if missing not in places:
@@ -103,11 +103,25 @@ def publish(
             raise missing_name(name, message, missing)
         found = module[missing] = pkgutil.resolve_name(places[missing])
         if places[missing].startswith("mpidist._"):
-            found.__module__ = name
+            _claim(found, name)
         return found
 
     module["__getattr__"] = look
     module["__dir__"] = lambda: sorted({*module, *places})
+
+
+def _claim(value: Any, module: str) -> None:
+    """Say that a class or function is of a public module.
+
+    The annotations of a class are still looked up in the module that defines it: with
+    `typing.get_type_hints`, and by what uses it (functions know theirs).
+    """
+    if isinstance(value, type):
+        notes = vars(value).get("__annotations__", {})
+        for key, note in notes.items():
+            if isinstance(note, str):
+                notes[key] = ForwardRef(note, module=value.__module__, is_class=True)
+    value.__module__ = module
 
 
 def explain_attributes(cls: _T, owner: str = "") -> _T:

@@ -36,6 +36,9 @@ class ThreadReplica(Protocol):
     def adapt(self, environment: Environment) -> Environment:
         """Return the settings for replicas that are threads."""
 
+    def group_of_itself(self) -> Any:
+        """Return what is for a thread what COMM_SELF is for a process."""
+
     def connect(self, comm: Any, waits: Any) -> Any:
         """Return a communicator over the replicas. Collective.
 

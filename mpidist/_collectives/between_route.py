@@ -8,22 +8,18 @@ between (``_native/py_between.c``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from mpidist import _native
-from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import round_up
-from mpidist._base.types import Array
 from mpidist._collectives import nodes
-from mpidist._collectives.core_routes import EagerReduce
-from mpidist._collectives.plan import Results, Signature
+from mpidist._collectives.core_routes import CoreReduce
+from mpidist._collectives.plan import Signature
 from mpidist._collectives.resources import Resources
 from mpidist._mpi.allreduce_algorithm import Algorithm
 from mpidist._mpi.communicator import Communicator
-from mpidist._mpi.ops import handles_of
+from mpidist._mpi.library import mpi_module
+from mpidist._mpi.ops import host_op
 
 # Of nests that are copied into one buffer, or gathered.
 _MOST_COPIED_BYTES: Final = 2**20
@@ -32,7 +28,7 @@ _MOST_BYTES: Final = 64 * 2**20
 _MOST_RUNS: Final = 8
 
 
-def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
+def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     """Return the plan of a nest, if ranks exchange headers by MPI, in the core."""
     leaves, comm = signature.leaves, resources.comm
     room = room_behind(resources)
@@ -58,7 +54,10 @@ def between(resources: Resources, signature: Signature) -> BetweenReduce | None:
             most = min(most, nodes.LEAST_BYTES - 1)
         if nbytes > most or runs > _MOST_RUNS:
             return None
-    return BetweenReduce(resources, signature, algorithm) if nbytes else None
+    if not nbytes:
+        return None
+    core = _new_core(resources, signature, algorithm)
+    return CoreReduce(resources, signature, "between", core)
 
 
 def room_behind(resources: Resources) -> int:
@@ -75,45 +74,6 @@ def has_same_bits(resources: Resources) -> bool:
     return not isinstance(comm, Communicator) or comm.buffers.same_bits
 
 
-class BetweenReduce(EagerReduce):
-    """All-reduces nests with the header, or behind it.
-
-    Args:
-        resources: of the strategy.
-        signature: of the calls.
-        algorithm: how a nest moves that has no room behind the header.
-    """
-
-    route = "between"
-
-    def __init__(
-        self,
-        resources: Resources,
-        signature: Signature,
-        algorithm: Algorithm | None,
-    ) -> None:
-        super().__init__(
-            resources, signature, _new_core(resources, signature, algorithm)
-        )
-        self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
-
-    def __call__(
-        self,
-        arrays: Sequence[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
-    ) -> Results:
-        """Agree with the other ranks, and reduce; see `Plan`."""
-        sums = super().__call__(arrays, call, timeout)
-        if not self._nest.casts:
-            return sums
-        with np.errstate(all="ignore"), _native.DefaultFloatState():
-            return [
-                x if x.dtype == dtype else x.astype(dtype)
-                for x, dtype in zip(sums, self._dtypes, strict=True)
-            ]
-
-
 def _new_core(
     resources: Resources, signature: Signature, algorithm: Algorithm | None
 ) -> _native.Reduce:
@@ -124,5 +84,6 @@ def _new_core(
     arguments = guard.channel, rows, 0, number, guard.timeout_ms, True
     if algorithm is None:
         return _native.core.Reduce(*arguments, nbytes=nbytes)
-    handles = [handles_of(row.dtype, row.operation) for row in rows]
+    handle = mpi_module()._handleof
+    handles = [tuple(map(handle, host_op(row.dtype, row.operation))) for row in rows]
     return _native.core.Reduce(*arguments, algorithm[:3], handles, nbytes)

@@ -53,7 +53,7 @@ class HeaderGather(Plan):
         resources: Resources,
         signature: GatherSignature,
         core: _native.Gather,
-        large: ArenaGather | MpiGather,
+        large: MpiGather,
         quick_bytes: int,
     ) -> None:
         super().__init__(resources, signature.call)
@@ -131,8 +131,8 @@ class HeaderGather(Plan):
         return results
 
 
-class ArenaGather:
-    """Gathers large arrays in the arenas of a node.
+class ArenaGather(MpiGather):
+    """Gathers large arrays in the arenas of a node; by MPI, if one of them is full.
 
     Args:
         resources: of the strategy.
@@ -148,38 +148,34 @@ class ArenaGather:
         core: _native.Gather,
         node: Node,
     ) -> None:
-        self._guard = resources.guard
-        self._leaves = signature.leaves
+        super().__init__(resources, signature, core)
         self.node = node
-        self._call = signature.call
-        self._core = core
-        # If an arena is full.
-        self._by_mpi = MpiGather(resources, signature, core)
 
     def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory:
         """Return memory for results, as if all ranks had arrays of these lengths."""
-        return self._reserve([n * self.node.size for n in lengths])
+        return self._in_arena([n * self.node.size for n in lengths])
 
     def gather(
         self,
-        sources: list[Array],
+        arrays: Sequence[Array],
         memory: Memory | None,
         timeout: float | None,
+        rows: list[Lengths] | None = None,
     ) -> Results:
         """Return the results, now that all know the lengths of all. Collective."""
         guard = self._guard
-        with guard.checking(self._call):
+        with guard.checking(self.call):
             rows = self._core.lengths()
-            memory = self._reserve([sum(n) for n in zip(*rows, strict=True)])
+            memory = self._in_arena([sum(n) for n in zip(*rows, strict=True)])
         guard.agree_on(HAVE_MEMORY, offset=memory.offset, timeout=timeout)
         if not guard.in_arenas:
-            return self._by_mpi.gather(sources, None, timeout)
-        with guard.payload(self._call):
-            if self._core.spread(sources) == LEFT:
+            return super().gather(arrays, None, timeout)
+        with guard.payload(self.call):
+            if self._core.spread(arrays) == LEFT:
                 raise LeftError(self.node.channel.who)
         return memory.results
 
-    def _reserve(self, totals: Sequence[int]) -> Memory:
+    def _in_arena(self, totals: Sequence[int]) -> Memory:
         """Return memory for results of these lengths."""
         starts = self._core.layout(tuple(totals))
         slot = self.node.pool.take(starts[-1])

@@ -34,16 +34,15 @@ _EAGER_BYTES_CROWDED: Final = 32 * 1024
 _KEPT_BYTES: Final = 64  # leaves of this size are copied out of the slot
 
 
-def on_node(
-    resources: Resources, signature: Signature
-) -> EagerReduce | SharedReduce | None:
+def on_node(resources: Resources, signature: Signature) -> CoreReduce | None:
     """Return the plan of a nest of host arrays."""
     node = resources.node
     if node is None or signature.on_device or not supports(resources, signature):
         return None
+    core = reduce_on_node(resources, signature)
     if _fits_header(node, signature):
-        return EagerReduce(resources, signature, reduce_on_node(resources, signature))
-    return SharedReduce(resources, signature, node)
+        return CoreReduce(resources, signature, "eager", core)
+    return CoreReduce(resources, signature, "shared", core, node.pool)
 
 
 def supports(resources: Resources, signature: Signature) -> bool:
@@ -88,25 +87,47 @@ class CoreReduce(Plan):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        exchange: the step. Its arguments: sources, results, the offset of the results
-            in the arena (`SharedReduce`), the fingerprint of the call, and the time-out
+        route: the name of the route.
+        core: the nest in the core. Its step (``eager``, or ``shared`` with an arena)
+            takes sources, results, with an arena the offset of the results in it, and
+            if they are not the usual ones the fingerprint of the call and the time-out
             in milliseconds. It returns the status of the header; or None, and sends
             nothing, if the arrays are not what it expects.
+        arena: of this rank, for results to which all ranks write; None: each rank adds
+            all data.
     """
 
     def __init__(
         self,
         resources: Resources,
         signature: Signature,
-        exchange: Callable[..., Any],
+        route: str,
+        core: _native.Reduce,
+        arena: _native.Pool | None = None,
     ) -> None:
         super().__init__(resources, signature.call)
+        self.route = route
         self._nest = nest = signature.nest
         self._shapes = nest.shapes
+        self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
         self._plain = nest.is_plain
-        self._exchange = exchange
+        self._exchange: Callable[..., Any] = core.eager
         self._to_root = signature.root is not None
         self._wanted = signature.root in (None, resources.comm.rank)
+        self.arena: _native.Pool | None = arena
+        large = nest.nbytes >= SMALLEST
+        self._new = resources.pool.empty if large and arena is None else np.empty
+        self._tiny: list[int] = []
+        if arena is not None:
+            self._exchange = core.shared
+            self._room = room = core.nbytes
+            self._starts = core.starts
+            # A user who keeps the loss must not keep the gradients beside it alive.
+            sizes = enumerate(nest.sizes)
+            self._tiny = [i for i, size in sizes if size <= _KEPT_BYTES < room]
+        elif len(self._shapes) == 1 and self._plain and not (self._to_root or large):
+            self.quick = core
+            self.quick_bytes = SMALLEST
 
     def __call__(
         self,
@@ -128,11 +149,23 @@ class CoreReduce(Plan):
                 raise self._guard.fail(call, error) from None
             results = self._run(sources, call, timeout)
             assert results is not None
-        return results
+        if not self._nest.casts or not self._wanted:
+            return results
+        with np.errstate(all="ignore"), _native.DefaultFloatState():
+            return [
+                x if x.dtype == dtype else x.astype(dtype)
+                for x, dtype in zip(results, self._dtypes, strict=True)
+            ]
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
         """Do as a call, if the arrays have the signature; see `Plan`."""
         return self._run(arrays, self.call, timeout) if self._plain else None
+
+    def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:
+        """End a call of `quick` with this status; see `Plan`."""
+        exchange, fingerprint = self._exchange, self.call.fingerprint
+        self._guard.conclude(status, lambda ms: exchange(x, result, fingerprint, ms))
+        return result
 
     def _run(
         self, sources: Sequence[Array], call: Call, timeout: float | None
@@ -161,81 +194,20 @@ class CoreReduce(Plan):
             guard.sequence += 1
         if self._to_root:  # the core counts calls without a root
             self._comm.traffic.count("Reduce", self._nest.nbytes)
-            return results if self._wanted else [None] * len(results)
+            if not self._wanted:
+                return [None] * len(results)
+        for i in self._tiny:
+            results[i] = results[i].copy()
         return results
 
     def _new_results(self) -> tuple[Results, tuple[int, ...]]:
-        """Return memory for the results, and further arguments of ``exchange``."""
-        raise NotImplementedError
-
-
-class EagerReduce(CoreReduce):
-    """All-reduces small nests, each with its header.
-
-    Args:
-        resources: of the strategy.
-        signature: of the calls.
-        core: the nest in the core.
-    """
-
-    route = "eager"
-
-    def __init__(
-        self, resources: Resources, signature: Signature, core: _native.Reduce
-    ) -> None:
-        super().__init__(resources, signature, core.eager)
-        large = self._nest.nbytes >= SMALLEST
-        self._new = resources.pool.empty if large else np.empty
-        alone = len(signature.leaves) == 1
-        if alone and self._plain and not self._to_root and not large:
-            self.quick = core
-            self.quick_bytes = SMALLEST
-
-    def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:
-        """End a call of `quick` with this status; see `Plan`."""
-        exchange, fingerprint = self._exchange, self.call.fingerprint
-        self._guard.conclude(status, lambda ms: exchange(x, result, fingerprint, ms))
-        return result
-
-    def _new_results(self) -> tuple[Results, tuple[int, ...]]:
-        new = self._new
-        return [new(shape, dtype) for shape, dtype in self._shapes], ()
-
-
-class SharedReduce(CoreReduce):
-    """All-reduces nests piece by piece."""
-
-    route = "shared"
-
-    def __init__(self, resources: Resources, signature: Signature, node: Node) -> None:
-        core, nest = reduce_on_node(resources, signature), signature.nest
-        super().__init__(resources, signature, core.shared)
-        self.node = node
-        self._room = core.nbytes
-        # A user who keeps the loss must not keep the gradients beside it alive.
-        self._tiny = [
-            i for i, size in enumerate(nest.sizes) if size <= _KEPT_BYTES < self._room
-        ]
-        self._layout = [
-            (shape, dtype, start)
-            for (shape, dtype), start in zip(nest.shapes, core.starts, strict=True)
-        ]
-
-    def _run(
-        self, sources: Sequence[Array], call: Call, timeout: float | None
-    ) -> Results | None:
-        results = super()._run(sources, call, timeout)
-        if results is not None and self._wanted:
-            for i in self._tiny:
-                results[i] = results[i].copy()
-        return results
-
-    def _new_results(self) -> tuple[Results, tuple[int, ...]]:
-        """Return the results, and their offset in the arena."""
-        slot = self.node.pool.take(self._room)
+        """Return the results; with an arena also their offset in it."""
+        arena, new = self.arena, self._new
+        slot = None if arena is None else arena.take(self._room)
         if slot is None:
-            results = [np.empty(shape, dtype) for shape, dtype in self._shapes]
-            return results, (_native.core.NOWHERE,)
+            results = [new(shape, dtype) for shape, dtype in self._shapes]
+            return results, () if arena is None else (_native.core.NOWHERE,)
         return [
-            array_in(shape, dtype, slot, start) for shape, dtype, start in self._layout
+            array_in(shape, dtype, slot, start)
+            for (shape, dtype), start in zip(self._shapes, self._starts, strict=True)
         ], (slot.offset,)

@@ -106,36 +106,43 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         self._pool = resources.pool
         self._nodes = nodes
         self._leaves = signature.leaves
+        self._shapes = signature.nest.shapes
+        self._nbytes = signature.nest.nbytes
         self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._groups = [Group(resources, nodes, *group) for group in groups]
 
     def _prepare(self, arrays: list[Array]) -> _Call:
-        results: Results = [None] * len(arrays)
-        if self._wanted:
-            new = self._pool.empty
-            results = [new(x.shape, x.reduction.result) for x in self._leaves]
-        works = [group.prepare(arrays, results) for group in self._groups]
-        return _Call(results, works)
+        call = _Call([], [], [])
+        rows = zip(arrays, self._leaves, self._shapes, strict=True)
+        for x, leaf, (shape, dtype) in rows:
+            x = backend.contiguous(x if x.dtype == dtype else x.astype(dtype))
+            # NumPy calls an empty array aligned wherever it is
+            call.sources.append(x if x.flags.aligned and x.size else x.copy())
+            result = None
+            if self._wanted:
+                result = self._pool.empty(shape, leaf.reduction.result)
+            call.results.append(result)
+            fits = result is None or result.dtype == dtype
+            call.sums.append(result if fits else np.empty(shape, dtype))
+        return call
 
     def _move(self, work: _Call) -> None:
         try:
-            for group, part in zip(self._groups, work.works, strict=True):
-                group.run(part)
+            for group in self._groups:
+                sums = [work.sums[i] for i in group.members] if self._wanted else None
+                group.run([work.sources[i] for i in group.members], sums)
         except BaseException:
             self._nodes.node.channel.leave()  # the others wait for its steps
             raise
 
     def _conclude(self, call: Call, work: _Call) -> Results:
-        results = work.results
-        for group, (_, sums) in zip(self._groups, work.works, strict=True):
-            for i, total in zip(group.members, sums, strict=True):
-                if total is not None and total is not results[i]:
-                    with np.errstate(all="ignore"):
-                        np.copyto(results[i], backend.to_host(total), casting="unsafe")
-        nbytes = sum(group.nbytes for group in self._groups)
-        self._comm.traffic.count(self._kind, nbytes)
-        return results
+        for total, result in zip(work.sums, work.results, strict=True):
+            if total is not result:
+                with np.errstate(all="ignore"):
+                    np.copyto(result, backend.to_host(total), casting="unsafe")
+        self._comm.traffic.count(self._kind, self._nbytes)
+        return work.results
 
 
 def _part_of(signature: Signature, members: list[int], lossy: bool) -> Signature:
@@ -146,18 +153,12 @@ def _part_of(signature: Signature, members: list[int], lossy: bool) -> Signature
     )
 
 
-class _Work(NamedTuple):
-    """What the core reads, and what it writes."""
-
-    sources: list[Array]
-    sums: list[Array | None]  # None: this rank wants no result
-
-
 class _Call(NamedTuple):
-    """The results of a call, and what the core needs of each group."""
+    """What a call needs of each leaf."""
 
-    results: Results
-    works: list[_Work]
+    sources: list[Array]  # the core reads them
+    sums: list[Any]  # the core writes them
+    results: Results  # other arrays than the sums if their dtype is another
 
 
 class Group:
@@ -165,7 +166,6 @@ class Group:
 
     Attributes:
         members: their numbers in the nest.
-        nbytes: of all of them.
     """
 
     def __init__(
@@ -177,12 +177,10 @@ class Group:
     ) -> None:
         nest = signature.nest
         self.members = members
-        self.nbytes: int = nest.nbytes
-        self._shapes = nest.shapes
+        self._dtype = nest.shapes[0][1]  # of all, if they are compressed
         self._nodes = nodes
         self._guard = resources.guard
         self._core = core = reduce_on_node(resources, signature)
-        self._wanted = signature.root in (None, resources.comm.rank)
         self._compression = signature.compress() if signature.compress else None
         self._ranges = list(zip(core.starts, nest.sizes, strict=True))
         self._runs = _find_runs(nest.rows, self._ranges)
@@ -193,32 +191,18 @@ class Group:
         self._copies: HostArray = nodes.scratch  # of the slice, from all nodes
         self._transfers: list[Transfer] = []
 
-    def prepare(self, arrays: list[Array], results: Results) -> _Work:
-        """Return what the core reads, and what it writes. Not collective.
+    def run(self, sources: list[Array], sums: list[Any] | None) -> None:
+        """Reduce. Collective, after an agreement.
 
         Args:
-            arrays: of this rank, of the nest.
-            results: for their sums. If these have another dtype, they are to be
-                converted from the sums that this returns.
+            sources: of this rank.
+            sums: for the results; None: this rank wants none.
         """
-        sources, sums = [], []
-        for i, (shape, dtype) in zip(self.members, self._shapes, strict=True):
-            x, result = arrays[i], results[i]
-            x = x if x.dtype == dtype else x.astype(dtype)
-            x = backend.contiguous(x)
-            # NumPy calls an empty array aligned wherever it is
-            sources.append(x if x.flags.aligned and x.size else x.copy())
-            fits = result is None or result.dtype == dtype
-            sums.append(result if fits else np.empty(shape, dtype))
-        return _Work(sources, sums)
-
-    def run(self, work: _Work) -> None:
-        """Reduce. Collective, after an agreement."""
         core, nodes, guard = self._core, self._nodes, self._guard
         pieces, area = core.pieces, nodes.node.channel.areas_used
         if not pieces:
             return
-        core.start(work.sources, work.sums if self._wanted else None)
+        core.start(sources, sums)
         if self._compression is not None:
             self._compression.begin()
         try:
@@ -281,7 +265,8 @@ class Group:
             a = max(run.start - self._first, 0)
             b = min(run.stop - self._first, piece.size)
             if a < b:
-                send, receive = run.of(source[a:b]), run.of(piece[a:b])
+                count = (b - a) // run.datatype.Get_size()
+                send, receive = ([x[a:b], count, run.datatype] for x in (source, piece))
                 begun.append(peers.start(comm.Iallreduce, send, receive, run.op))
 
     def finish(self) -> None:
@@ -306,11 +291,10 @@ class Group:
         for start, nbytes in self._ranges:  # there are no numbers between leaves
             end = max(start + nbytes - self._first, 0)
             self._slice[end : round_up(end, LINE)] = 0
-        dtype = self._shapes[0][1]  # of all
-        floats = self._slice.view(dtype)
+        floats = self._slice.view(self._dtype)
         compression.allreduce(peers, floats)
         if self._divisor:
-            np.true_divide(floats, dtype.type(self._divisor), out=floats)
+            np.true_divide(floats, self._dtype.type(self._divisor), out=floats)
 
 
 class _Run(NamedTuple):
@@ -319,22 +303,14 @@ class _Run(NamedTuple):
     Attributes:
         start: the first byte, in the layout of the nest.
         stop: the end of the last leaf.
-        dtype: of the elements, as MPI takes them.
+        datatype: of the elements, an `mpi4py.MPI.Datatype`.
         op: an `mpi4py.MPI.Op`.
-        datatype: of MPI, if NumPy's is none of its own.
     """
 
     start: int
     stop: int
-    dtype: DType
-    op: Any
     datatype: Any
-
-    def of(self, raw: HostArray) -> Any:
-        """Return bytes in the form in which mpi4py takes a buffer."""
-        if self.datatype is None:
-            return raw.view(self.dtype)
-        return [raw, raw.size // self.datatype.Get_size(), self.datatype]
+    op: Any
 
 
 def _find_runs(
@@ -346,6 +322,5 @@ def _find_runs(
     for name, run in itertools.groupby(leaves, lambda x: (x[0].dtype, x[0].operation)):
         # With the bytes between them, which nobody reads.
         places = [place for _, place in run]
-        op, dtype, datatype = host_op(*name)
-        runs.append(_Run(places[0][0], sum(places[-1]), dtype, op, datatype))
+        runs.append(_Run(places[0][0], sum(places[-1]), *host_op(*name)))
     return runs

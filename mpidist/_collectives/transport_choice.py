@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from mpidist._base import gpus
+from mpidist._base import gpus, reporting
 from mpidist._base.environment import Environment
 from mpidist._base.errors import level_of_caller
 from mpidist._base.options import CommunicationImplementation
@@ -103,12 +103,13 @@ def decide(findings: Sequence[Finding], num_nodes: int) -> Decision:
 
     Raises:
         ValueError: if the environment differs between ranks, or NCCL is requested but
-            unavailable.
+            unavailable, and there are GPUs.
     """
     _check_environment(findings)
     wanted, several = findings[0].wanted, len(findings) > 1
     no_nccl, loads = _why_no_nccl(findings)
-    if wanted == "NCCL" and no_nccl:
+    kinds = {f.kind for f in findings}
+    if wanted == "NCCL" and no_nccl and "gpu" in kinds:
         raise ValueError(
             "MPIStrategy: `CommunicationImplementation.NCCL` is unavailable: "
             f"{no_nccl}. TensorFlow would use AUTO here, with a warning; {_INSTEAD}"
@@ -116,8 +117,8 @@ def decide(findings: Sequence[Finding], num_nodes: int) -> Decision:
     automatic = several and wanted in ("AUTO", "RING")
     return Decision(
         *_direct_or_staged(findings, num_nodes),
-        mixed=len({f.kind for f in findings}) > 1,
-        try_nccl=wanted == "NCCL" or (automatic and not no_nccl),
+        mixed=len(kinds) > 1,
+        try_nccl=not no_nccl and (automatic or wanted == "NCCL"),
         no_nccl=no_nccl,
         missing=no_nccl if automatic and not loads else "",
     )
@@ -297,7 +298,13 @@ class TransportChoice:
     ) -> tuple[Transport, str]:
         """Return the transport of GPU arrays for a request, and why."""
         kind, asked = CommunicationImplementation, "asked for in the options"
-        if wanted is kind.NCCL and self._nccl is None:
+        if (
+            wanted is kind.NCCL
+            and self._device.kind == "cpu"
+            and not self.decision.mixed
+        ):
+            self._tell_that_nccl_has_no_gpus()
+        elif wanted is kind.NCCL and self._nccl is None:
             why = self.decision.no_nccl or "it was not asked for at first"
             raise ValueError(
                 "`CommunicationImplementation.NCCL` is not there: the ranks were not "
@@ -316,6 +323,15 @@ class TransportChoice:
         if self.decision.transport == "direct":
             return DirectTransport(self._comm), self.decision.reason
         return StagedTransport(host, self.memory), self.decision.reason
+
+    def _tell_that_nccl_has_no_gpus(self) -> None:
+        text = (
+            "mpidist: `CommunicationImplementation.NCCL` has no effect, since all "
+            "ranks have their arrays on the host; write AUTO"
+        )
+        if self._comm.rank == 0 and text not in _told:
+            _told.add(text)
+            reporting.warn(text)
 
     def close(self) -> None:
         """Release the resources of NCCL and the host transports. Collective."""

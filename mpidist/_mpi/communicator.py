@@ -24,7 +24,7 @@ import functools
 import os
 import struct
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from mpidist._mpi.any_communicator import (
 from mpidist._mpi.buffers import Buffer, BufferCollectives, split
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
-from mpidist._mpi.requests import Request, Transfer, Waiter
+from mpidist._mpi.requests import Begun, Request, StartHeader, Transfer, Waiter
 from mpidist._mpi.traffic import Traffic
 
 _T = TypeVar("_T")
@@ -53,9 +53,6 @@ _KEY_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("=q")  # of a message, before its bytes
 _WORDS: Final = 6  # of a header without the core
 _LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
-
-StartHeader: TypeAlias = Callable[[tuple[int, ...]], Request]
-"""Starts to send the integers of each rank to all; its result are those of each."""
 
 
 class Communicator(AnyCommunicator):
@@ -193,12 +190,14 @@ class Communicator(AnyCommunicator):
         self._channel = headers.channel
         return self._channel
 
-    def _start_header(self, words: tuple[int, ...], /) -> Request:
+    def _start_header(self, words: tuple[int, ...], begun: Begun, /) -> Request:
         sent, received = self._words[0], self._words[1:]
         sent[:] = words
         self.traffic.count_mpi("Iallgather")
-        request = self._comm.Iallgather(sent, received)
-        return Transfer(request.Test, self._words, received.tolist)
+        start = map(self._comm.Iallgather, (sent,), (received,))
+        # One step in C, which starts it and counts it: a signal cannot divide it.
+        begun.extend(enumerate(start, begun[-1][0] + 1))
+        return Transfer(begun[-1][1].Test, self._words, received.tolist)
 
     def on_free(self, function: Callable[[], None]) -> None:
         """Call a function before the communicator is freed."""

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import _native
-from mpidist._base.types import DType
 from mpidist._mpi.library import mpi_module
 
 # The dtypes for which MPI's own operation gives the results of NumPy.
@@ -28,7 +27,7 @@ _OWN: Final = {
 
 
 @functools.cache
-def host_op(dtype: str, operation: str) -> tuple[Any, DType, Any]:
+def host_op(dtype: str, operation: str) -> tuple[Any, Any]:
     """Return what MPI needs to reduce as the core does. It is never freed.
 
     Args:
@@ -36,24 +35,14 @@ def host_op(dtype: str, operation: str) -> tuple[Any, DType, Any]:
         operation: "SUM", "PROD", "MIN" or "MAX".
 
     Returns:
-        An `mpi4py.MPI.Op`; NumPy's dtype of the elements; and an
-        `mpi4py.MPI.Datatype`, or None if NumPy's dtype tells mpi4py which one it is.
+        An `mpi4py.MPI.Datatype` of one element, and an `mpi4py.MPI.Op`.
     """
     mpi = mpi_module()
     if dtype in _OWN[operation]:
-        return getattr(mpi, operation), np.dtype(dtype), None
+        return mpi.Datatype.fromcode(np.dtype(dtype).char), getattr(mpi, operation)
     op = make_op(_native.core.op_function(dtype, operation), commutes=True)
     nbytes = int(dtype.lstrip("bfiuc"))
-    return op, np.dtype(np.uint8), mpi.BYTE.Create_contiguous(nbytes).Commit()
-
-
-def handles_of(dtype: str, operation: str) -> tuple[int, int]:
-    """Return the handles of datatype and operation of `host_op`, as integers."""
-    mpi = mpi_module()
-    op, numpy_dtype, datatype = host_op(dtype, operation)
-    if datatype is None:
-        datatype = mpi.Datatype.fromcode(numpy_dtype.char)
-    return mpi._handleof(datatype), mpi._handleof(op)
+    return mpi.BYTE.Create_contiguous(nbytes).Commit(), op
 
 
 def make_op(function: int, *, commutes: bool = False) -> Any:

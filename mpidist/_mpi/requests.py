@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from mpidist._base.memory import leak
 
@@ -20,6 +21,13 @@ class Request(Protocol):
     @property
     def result(self) -> Any:
         """What it returns, once it has completed."""
+
+
+Begun: TypeAlias = deque[tuple[int, Any]]
+"""The number of the last header that was begun, and what was begun: one entry."""
+
+StartHeader: TypeAlias = Callable[[tuple[int, ...], Begun], Request]
+"""Starts to send the integers of each rank to all; its result are those of each."""
 
 
 class Transfer:
@@ -45,7 +53,7 @@ class Transfer:
         buffers: Any,
         read: Callable[[], Any] | None = None,
     ) -> None:
-        self.Test = test
+        self.Test: Callable[[], bool] = test
         self._buffers = buffers
         self._read = read
 

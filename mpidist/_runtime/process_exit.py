@@ -73,7 +73,7 @@ from mpidist._base.errors import CollectiveTimeoutError, format_exception
 from mpidist._mpi import library, survival
 from mpidist._runtime import context, exit_code, job_end, termination
 
-_LEAVING: Final = Call("nothing more: this rank has left the program")
+_LEAVING: Final = Call("nothing more: its program has ended")
 _FINALIZE_SECONDS: Final = 30
 
 

@@ -6,14 +6,13 @@ unchanged.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 from mpidist._agreement import mismatch
 from mpidist._agreement.breakdown import State
-from mpidist._base import threads
+from mpidist._base import reporting, threads
 from mpidist._base.expect import as_int, expect
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._base.remedies import explain_keywords
@@ -246,21 +245,35 @@ class TPUStrategy(_NoStrategy):
 
 
 class OneDeviceStrategy(MPIStrategy):
-    """An `MPIStrategy` of one rank, by the name and the argument of TensorFlow.
+    """An `MPIStrategy` of one replica, by the name and the argument of TensorFlow.
+
+    Not collective. Each of several ranks has one of its own, as with
+    ``MPIStrategy(MPI.COMM_SELF)``, and they do the same work; rank 0 warns of that.
 
     Args:
         device: such as "/gpu:0" or "/cpu:0".
 
     Raises:
-        TypeError, ValueError: if it is no device, or there are several ranks; on all
-            ranks. Otherwise as `MPIStrategy`.
+        ValueError: if it is no device. Otherwise as `MPIStrategy`.
     """
 
     def __init__(self, device: str) -> None:
-        """Make a strategy of the only rank. Collective, to raise on all."""
-        instead = "write `mpidist.MPIStrategy()`"
-        find = functools.partial(_own_device, [device], "OneDeviceStrategy", instead)
-        self._join(None, lambda: Arguments(device=find()))
+        """Make a strategy of this rank alone."""
+        name, comm = "OneDeviceStrategy", None
+        own = _as_device(device, name, "write `mpidist.MPIStrategy()`")
+        if _start_mpi() > 1:
+            replica = threads.current()
+            if replica is None:
+                comm = mpi_module().COMM_SELF
+            else:
+                comm = replica.group_of_itself()
+            if not (world_rank() if replica is None else replica.rank):
+                reporting.warn(
+                    f"mpidist: {name}: each of the {world_size()} ranks has one of its "
+                    "own, of one replica, and all do the same work; for one strategy "
+                    "of all ranks write `mpidist.MPIStrategy()`"
+                )
+        self._join(comm, lambda: Arguments(device=own))
 
 
 class ParameterServerStrategy(_NoStrategy):
@@ -353,12 +366,9 @@ def _devices(devices: object, num_gpus: object) -> object:
     return ["GPU"] * n or ["CPU"]
 
 
-def _own_device(
-    devices: Any,
-    call: str = "MirroredStrategy",
-    instead: str = "leave out `devices`",
-) -> str:
+def _own_device(devices: Any) -> str:
     """Return this rank's device among those of all, as `MPIStrategy` names it."""
+    call, instead = "MirroredStrategy", "leave out `devices`"
     if devices is None:
         return "auto"
     expect(
@@ -369,24 +379,36 @@ def _own_device(
         "leave it out for each rank's GPU, or write `mpidist.MPIStrategy(comm)` for a "
         "communicator",
     )
-    names = [x.name if isinstance(x, ReplicaDevice) else x for x in devices]
-    found = [_DEVICE.fullmatch(x) if isinstance(x, str) else None for x in names]
-    bad = [d for d, match in zip(devices, found, strict=True) if match is None]
-    if bad:
-        raise ValueError(
-            f'{call}: {bad[0]!r} is not a device; write "CPU:0" or "GPU:0", or '
-            f"{instead}"
-        )
-    if threads.current() is None:
-        mpi_module()
-    size = world_size()
+    found = [_as_device(x, call, instead) for x in devices]
+    size = _start_mpi()
     if len(devices) != size:
         raise ValueError(
             f"{call}: got {len(devices)} devices for {size} ranks, each of which is "
             f"one replica; start the program with `mpirun -n {len(devices)}`, or "
             f"{instead}"
         )
-    own = found[world_rank() or 0]
-    assert own is not None
-    kind, index = own[1].lower(), own[2]
+    return found[world_rank() or 0]
+
+
+def _as_device(device: object, call: str, instead: str) -> str:
+    """Return a device of TensorFlow as `MPIStrategy` names it.
+
+    Raises:
+        ValueError: if it is no device.
+    """
+    name = device.name if isinstance(device, ReplicaDevice) else device
+    match = _DEVICE.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(
+            f'{call}: {device!r} is not a device; write "CPU:0" or "GPU:0", or '
+            f"{instead}"
+        )
+    kind, index = match[1].lower(), match[2]
     return kind if kind == "cpu" or index in (None, "*") else f"{kind}:{index}"
+
+
+def _start_mpi() -> int:
+    """Start MPI, if replicas are processes; return the number of ranks."""
+    if threads.current() is None:
+        mpi_module()
+    return world_size()

@@ -8,8 +8,10 @@ other iterable.
 from mpidist._base.remedies import publish as _publish
 from mpidist.data._ahead import AUTOTUNE as AUTOTUNE
 from mpidist.data._dataset import Dataset as Dataset
-from mpidist.data._distribute import DistributedDataset as DistributedDataset
-from mpidist.data._iterator import DistributedIterator as DistributedIterator
+from mpidist.data._distributed import (
+    DistributedDataset as DistributedDataset,
+    DistributedIterator as DistributedIterator,
+)
 from mpidist.data._options import (
     INFINITE_CARDINALITY as INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY,

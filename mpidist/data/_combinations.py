@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -20,17 +20,14 @@ from mpidist.data._rows import (
     as_leaf,
     block_of,
     common_spec,
-    count_rows,
     join,
     longest_text,
     map_like,
-    split_as_it_comes,
 )
-from mpidist.data._stage import (
+from mpidist.data._stages import (
     END,
     INFINITE,
     UNKNOWN,
-    Block,
     Derived,
     Pass,
     Stage,
@@ -261,57 +258,6 @@ class Unbatch(Derived):
         return structure.unflatten(
             [ArraySpec(one.shape[1:], one.dtype) for one in leaves]
         )
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Pieces(Derived):
-    """The batches of a replica that has its own, each cut into pieces for n steps.
-
-    By TensorFlow's two rules: `_LegacyRebatchDataset` cuts each batch ``separately``;
-    `_RebatchDataset` fills pieces of given sizes, if need be with rows of the next
-    batch. A token is the list of the parts of batches in a piece.
-    """
-
-    call: str = dataclasses.field(init=False, default="")
-    sizes: Sequence[int]
-    separately: bool
-
-    def __post_init__(self) -> None:
-        self.inherit(UNKNOWN)
-        self.indexed, self.full, self.whole = False, False, ""
-        self.batch_size = max(self.sizes)
-
-    def in_order(self, in_pass: Pass) -> Iterator[Token]:
-        count, sizes = len(self.sizes), itertools.cycle(self.sizes)
-        parts: list[tuple[Block, int, int]] = []
-        left = next(sizes)
-        for block in self.parent.opened(self.parent.tokens(in_pass)):
-            rows = block.rows
-            if isinstance(block, RowBlock):
-                rows = count_rows(block, "experimental_distribute_dataset", count)
-            if self.separately:
-                for number in range(count):
-                    yield [(block, *split_as_it_comes(rows, count, number))]
-                continue
-            start = 0
-            while start < rows:
-                stop = min(rows, start + left)
-                parts.append((block, start, stop))
-                left -= stop - start
-                start = stop
-                if not left:
-                    yield parts
-                    parts, left = [], next(sizes)
-        if parts:
-            yield parts
-
-    def open(self, token: Token) -> LazyBlock:
-        def read(start: int, stop: int) -> RowBlock | None:
-            read = [block.part(first, after) for block, first, after in token]
-            found = [part for part in read if part is not None]
-            return join(found).part(start, stop) if found else None
-
-        return LazyBlock(sum(after - first for _, first, after in token), read)
 
 
 # --- several datasets --------------------------------------------------------------

@@ -30,7 +30,7 @@ from mpidist.data._sources import (
     declared,
     slices_of,
 )
-from mpidist.data._stage import INFINITE, Stage, name_of
+from mpidist.data._stages import INFINITE, Stage, name_of
 
 _CYCLE: Final = 16
 _AHEAD: Final = 2  # elements, for AUTOTUNE

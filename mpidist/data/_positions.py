@@ -15,7 +15,7 @@ from mpidist._base.types import Nest
 from mpidist.data._ahead import Ahead, read_ahead
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from mpidist.data._rows import block_of
-from mpidist.data._stage import Stage, Token
+from mpidist.data._stages import Stage, Token
 
 FORMAT: Final = 1
 _KINDS: Final = {
@@ -149,8 +149,8 @@ class PositionedIterator(Iterator[Nest]):
 
     @property
     def element_spec(self) -> Nest:
-        """The nest of `mpidist.data.ArraySpec` of an element, as of the dataset."""
-        raise NotImplementedError
+        """The nest of `mpidist.data.ArraySpec` of an element: that of the dataset."""
+        return self._stage.element_spec
 
     def state(self) -> dict[str, Any]:
         """Return the position, as a small nest for JSON.
@@ -178,13 +178,10 @@ def _is_count(x: object) -> bool:
 _FITS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "format": lambda x: bool(x == FORMAT),
     "input": lambda x: isinstance(x, str) and x in _KINDS,
-    "iteration": _is_count,
-    "position": _is_count,
     "batch_size": lambda x: x is None or _is_count(x),
     "cardinality": lambda x: (
         _is_count(x) or x in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY)
     ),
-    "replicas": _is_count,
     "sources": lambda x: isinstance(x, dict),
     "shuffle_seeds": lambda x: isinstance(x, list) and all(map(_is_count, x)),
 }
@@ -203,7 +200,7 @@ def checked_state(call: str, state: object, own: dict[str, Any]) -> dict[str, An
     # Older versions have no such entry, and the seed 0.
     state = {"shuffle_seeds": [0] * unseeded, **state}
     for name in own:
-        if not _FITS[name](state.get(name)):
+        if not _FITS.get(name, _is_count)(state.get(name)):
             raise ValueError(f"{what} one in which {name!r} is {state.get(name)!r:.80}")
         if name == "input" and state[name] != own[name]:
             raise ValueError(
@@ -340,11 +337,6 @@ class DatasetIterator(PositionedIterator):
         tokens.left.popleft()
         self._position += 1
         return True, element
-
-    @property
-    def element_spec(self) -> Nest:
-        """The nest of `ArraySpec` of an element: that of the dataset."""
-        return self._stage.element_spec
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go to a position: the next element is the one after it.

@@ -367,6 +367,34 @@ def name_of_dtype(dtype: DType) -> str:
     return {"U": "str", "S": "bytes"}.get(dtype.kind, dtype.name)
 
 
+def empty_of(spec: Nest | None) -> RowBlock | None:
+    """Return arrays without rows, on the host; None if a size is not known.
+
+    Args:
+        spec: the nest of specs of a batch. A scalar becomes a column.
+    """
+    if spec is None:
+        return None
+    leaves, structure = nest.flatten(spec)
+    shapes = [leaf.shape[1:] for leaf in leaves]
+    if any(None in shape for shape in shapes):
+        return None
+    both = zip(leaves, shapes, strict=True)
+    empty = [np.empty((0, *shape), leaf.dtype) for leaf, shape in both]
+    return RowBlock(empty, structure)
+
+
+def describe(block: RowBlock) -> str:
+    """Return the text that must be the same on all ranks: ``{'x': float32 (*, *)}``."""
+    return block.structure.render(
+        [
+            f"{name_of_dtype(x.dtype)} "
+            f"({', '.join('*' * x.ndim) if x.ndim > 1 else '*,'})"
+            for x in block.leaves
+        ]
+    )
+
+
 # --- the rows of each replica ------------------------------------------------------
 # TensorFlow has both rules, and the auto-shard policy determines which one it uses
 # (`tensorflow/python/data/experimental/ops/distribute.py` of 2.21:

@@ -55,7 +55,7 @@ def run(
 ) -> _R | None: ...
 def run(
     train: Callable[[Any, State], _R],
-    state: State,
+    state: State | None = None,
     *,
     min_replicas: int = 1,
     spares: int = 0,
@@ -123,6 +123,13 @@ def run(
     call, expected = "elastic.run", "`train` to be a function of a strategy and a state"
     expect(callable(train), call, expected, train)
     expected = "`state` to be a `mpidist.elastic.State`"
+    if state is None:  # as Horovod's, a decorator
+        raise TypeError(
+            f"{call}: expected `train` and `state`, got `train` alone: it is no "
+            "decorator; define `train(strategy, state)`, and write "
+            "`mpidist.elastic.run(train, state)` where Horovod's programs call "
+            "`train(state)`"
+        )
     expect(isinstance(state, State), call, expected, state)
     expected = "`make_strategy` to be a function of a communicator"
     expect(callable(make_strategy), call, expected, make_strategy)

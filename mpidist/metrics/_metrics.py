@@ -228,7 +228,7 @@ class Sum(Metric):
 
     def result(self) -> Any:
         """Return the sum, a float64. Collective."""
-        return np.float64(self.total)
+        return np.float64(self.total.value())
 
 
 class Mean(Metric):

@@ -19,7 +19,7 @@ from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.buffers import Buffer
-from mpidist._mpi.requests import Request
+from mpidist._mpi.requests import Begun, Request, StartHeader
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending, Round
 
@@ -125,9 +125,15 @@ class ThreadCommunicator(AnyCommunicator):
                 )
         return pending.result
 
-    def open_headers(self) -> Callable[[tuple[int, ...]], Pending]:
+    def open_headers(self) -> StartHeader:
         """Return what starts to exchange headers between threads."""
-        return functools.partial(self.start, "a header")
+
+        def start(words: tuple[int, ...], begun: Begun) -> Pending:
+            pending = self.start("a header", words)
+            begun.append((begun[-1][0] + 1, pending))
+            return pending
+
+        return start
 
     def start_message(self, data: bytes | None) -> Pending:
         """Start sending bytes from rank 0 to all; ``data`` is None on the receivers."""

@@ -100,6 +100,10 @@ class Replica(threads.ThreadReplica):
             own["timeout_seconds"] = self._timeout
         return dataclasses.replace(environment, **own)
 
+    def group_of_itself(self) -> ThreadGroup:
+        """Return a group of this replica alone. Not collective."""
+        return ThreadGroup(Channel(self.world, (self.rank,)), 0, self.rank)
+
     def connect(self, comm: object, waits: CommunicatorWaits) -> ThreadCommunicator:
         """Return a communicator over the replicas of a group. Collective.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm  # the base of 1d, 2d and 3d
 
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._runtime.group import ReplicaGroup
@@ -12,9 +13,6 @@ from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
 
 _CALL = "mpidist.torch.SyncBatchNorm"
-# `Any` for type checkers: torch is not there when the types are checked.
-_BatchNorm: Any = torch.nn.BatchNorm1d.__mro__[1]  # the base of 1d, 2d and 3d
-_Function: Any = torch.autograd.Function
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -132,7 +130,7 @@ class SyncBatchNorm(_BatchNorm):
         return {k: v for k, v in self.__dict__.items() if k != "_strategy"}
 
 
-class _SumOverRanks(_Function):
+class _SumOverRanks(torch.autograd.Function):
     """A sum over the ranks, whose gradient is the sum of the ranks' gradients."""
 
     @staticmethod

@@ -551,6 +551,7 @@ HOST = {"kind": "cpu", "gpu": ""}
         (findings({}, HOST), "staged", False, "some ranks have no GPU"),
         (findings({}, HOST, **SAYS), "staged", False, "some ranks have no GPU"),
         (findings(HOST, HOST), "staged", False, "are on one node"),
+        (findings(HOST, HOST, wanted="NCCL"), "staged", False, "are on one node"),
     ],
 )
 def test_the_choice(found, way, nccl, reason):
@@ -582,7 +583,7 @@ def test_what_is_missing_for_nccl(found, missing):
         (findings({}, HOST, wanted="NCCL"), "rank 1 has its arrays on the host"),
         (findings({}, NO_NCCL, wanted="NCCL"), r"load on rank 1 \(CuPy does not find"),
         (findings({}, ONE_GPU, wanted="NCCL"), "ranks 0 and 1 share a GPU"),
-        (findings(HOST, wanted="NCCL"), "TensorFlow would use AUTO"),
+        (findings(HOST, {}, wanted="NCCL"), "TensorFlow would use AUTO"),
         (
             findings({}, {"wanted": "STAGED"}),
             "MPIDIST_IMPLEMENTATION must be the same.*auto on rank 0 and staged on",

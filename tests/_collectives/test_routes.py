@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import os
@@ -408,8 +407,7 @@ def no_memory_once(strategy, monkeypatch):
     collectives.plans.quick.forget()  # the core makes small results itself
     for plan in collectives.cache.plans():
         if plan.route == "shared":
-            node = dataclasses.replace(plan.node, pool=full)
-            monkeypatch.setattr(plan, "node", node)
+            monkeypatch.setattr(plan, "arena", full)
         else:
             monkeypatch.setattr(plan, "_new", fail)
     assert np.empty is not empty

@@ -218,7 +218,7 @@ def test_the_routes(monkeypatch, new_strategy, size):
         ([small], "STAGED", ("StagedReduce", "staged")),
         ([large], "STAGED", ("StagedReduce", "staged")),
         ([small, np.zeros(3)], "STAGED", ("StagedReduce", "staged")),
-        ([np.zeros(3)], "STAGED", ("EagerReduce", "eager")),
+        ([np.zeros(3)], "STAGED", ("CoreReduce", "eager")),
         ([large], "DIRECT", ("BucketReduce", "direct")),
     ):
         assert route_of(strategy, arrays, implementation) == route

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -283,9 +285,9 @@ def test_headers_without_the_core(comm, monkeypatch):
     monkeypatch.setattr(_native, "core", None)
     rank, size = comm.Get_rank(), comm.Get_size()
     ranks = communicator.Communicator(comm, CommunicatorWaits(20))
-    start = ranks.open_headers()
+    start, begun = ranks.open_headers(), deque([(0, None)], maxlen=1)
     for turn in range(20):
-        request = start((rank, turn, -turn, 2**62 + rank, -(2**62), 7))
+        request = start((rank, turn, -turn, 2**62 + rank, -(2**62), 7), begun)
         while not request.Test():
             os.sched_yield()
         assert request.result == [
@@ -296,6 +298,55 @@ def test_headers_without_the_core(comm, monkeypatch):
         assert channel.meet(0, 7, turn, rank, 0, -1) == OK
         assert channel.verdict == (0, 1, 1, 0, size - 1)
     assert ranks.traffic.total_mpi()["Iallgather"] == 40
+    assert (begun[0][0], channel.headers) == (20, 20)
+    ranks.drop()
+
+
+@mpi
+@core
+def test_a_signal_does_not_come_between_a_header_and_its_count(monkeypatch):
+    """Whatever instruction an exception comes at: a restore relies on the count."""
+    from mpi4py import MPI
+
+    monkeypatch.setattr(_native, "core", None)
+    ranks = communicator.Communicator(MPI.COMM_SELF, CommunicatorWaits(20))
+    real, started = ranks._comm, []
+    count = SimpleNamespace(
+        Iallgather=lambda *x: started.append(0) or real.Iallgather(*x)
+    )
+    monkeypatch.setattr(ranks, "_comm", count)
+    channel = ExchangeChannel(ranks.open_headers())
+    codes = {
+        ExchangeChannel.start.__code__,
+        communicator.Communicator._start_header.__code__,
+    }
+
+    def run_until(last: int) -> bool:
+        number = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal number
+            frame.f_trace_opcodes = frame.f_code in codes
+            number += event == "opcode"
+            if number == last:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            channel.meet(0, 7, 0, 0, 0, -1)
+        except KeyboardInterrupt:
+            return False
+        finally:
+            sys.settrace(before)
+        return True
+
+    ends = itertools.takewhile(lambda last: not run_until(last), itertools.count(1))
+    for _ in ends:
+        assert channel.headers == len(started)
+    assert len(started) > 10
+    monkeypatch.undo()
     ranks.drop()
 
 

@@ -165,7 +165,7 @@ def test_a_rank_that_ends_while_the_others_wait_for_it():
     """
     code, _, err = end_of(body)
     assert code != 0
-    assert "this rank has left the program" in err
+    assert "its program has ended" in err
     assert "rank 1: nothing more" in err
     assert count_tracebacks(err) == 1
 
@@ -185,7 +185,7 @@ def test_a_rank_that_does_not_come_to_its_end(how):
     assert code != 0
     line, error = (x for x in err.splitlines() if "rank 1 did not reach call" in x)
     assert line.startswith("mpidist: rank")
-    assert "waited in the end of the program" in line
+    assert "waited at the end of the program" in line
     assert "all_reduce" in line or "the end of run" in line  # its last call
     assert "where rank 1 is" in err
     assert error.startswith("mpidist.CollectiveTimeoutError: [rank ")
@@ -326,7 +326,7 @@ def test_a_program_does_not_end_before_its_thread_has_ended_the_job():
     code, _, err = end_of(body)
     assert code != 0
     assert "mpidist: rank 1 raised an exception in thread" in err
-    assert "this rank has left the program" in err
+    assert "its program has ended" in err
 
 
 def test_a_program_does_not_end_while_its_thread_may_be_about_to_end_the_job():
@@ -385,7 +385,7 @@ def test_the_exit_code_of_a_thread_is_not_that_of_the_program():
     """
     code, _, err = end_of(body)
     assert code not in (0, 5)
-    assert "this rank has left the program" in err
+    assert "its program has ended" in err
 
 
 # --- the hooks ------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """Making, closing and mixing strategies."""
 
 import copy
+import logging
 import pickle
 
 import numpy as np
 import pytest
-from replicas import split
+from replicas import context, split
 
 import mpidist
+from mpidist._collectives import transport_choice
 from mpidist.experimental import CommunicationOptions
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
@@ -103,11 +105,6 @@ def test_closed_strategies(strategy, size):
     [
         ({"comm": "world"}, TypeError, "expected `comm` to be an? `m"),
         ({"communication_options": 3}, TypeError, "communication_options"),
-        (
-            {"communication_options": CommunicationOptions(implementation="NCCL")},
-            ValueError,
-            "rank 0 has its arrays on the host",
-        ),
     ],
 )
 @pytest.mark.one_size
@@ -115,6 +112,19 @@ def test_bad_arguments(strategy, arguments, kind, text):
     with pytest.raises(kind, match=text):
         mpidist.MPIStrategy(**arguments)
     assert total(strategy, 1.0) == strategy.num_replicas_in_sync
+
+
+@pytest.mark.one_size
+@pytest.mark.processes
+def test_nccl_without_gpus_has_no_effect(new_strategy, strategy, rank, size, caplog):
+    options = CommunicationOptions(implementation="NCCL")
+    transport_choice._told.clear()
+    with caplog.at_level(logging.WARNING):
+        one = new_strategy(implementation="NCCL", device="cpu")
+        assert total(one, 1.0) == size
+        strategy.run(lambda: context().all_reduce("SUM", 1.0, options))
+    warned = [x for x in caplog.messages if "NCCL` has no effect" in x]
+    assert len(warned) == (rank == 0)
 
 
 @pytest.mark.mpi(min_size=2)

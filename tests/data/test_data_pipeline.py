@@ -17,10 +17,9 @@ from test_data_methods import Pair, lists, map_threads, wait_for_no_thread
 
 import mpidist
 from mpidist._base import shuffle_seeds, threads
-from mpidist.data import ArraySpec, Dataset
+from mpidist.data import ArraySpec, Dataset, DistributedDataset
 from mpidist.data._ahead import read_ahead
 from mpidist.data._dataset import stage_of
-from mpidist.data._feed import Feed, describe_feed
 from mpidist.data._rows import split_as_it_comes, split_by_plan
 
 ROWS = 10
@@ -295,7 +294,7 @@ def test_the_plan_for_many_replicas(replicas, batch, policy, note, pieces):
     rows = Dataset.from_tensor_slices(np.arange(60000)).batch(batch)
     group = types.SimpleNamespace(num_replicas=replicas)
     policy = mpidist.data.AutoShardPolicy[policy]
-    text = describe_feed(Feed(group, stage_of(rows), policy))
+    text = DistributedDataset(group, stage_of(rows), policy).shard_plan
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert ("note" in text) == bool(note)
     assert note in " ".join(lines)

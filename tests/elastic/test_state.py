@@ -368,3 +368,12 @@ def test_a_loop_that_was_left_is_at_its_end():
 def _sums(strategy, state):
     """Return the sum of each batch of an epoch."""
     return [int(strategy.reduce("SUM", x, axis=0)) for x in state.batches]
+
+
+def test_run_says_that_it_is_no_decorator():
+    """Horovod's is: its programs write `@hvd.elastic.run`."""
+    with pytest.raises(TypeError, match=r"write `mpidist.elastic.run\(train, state\)`"):
+
+        @mpidist.elastic.run  # type: ignore[call-overload]
+        def train(state):
+            return None

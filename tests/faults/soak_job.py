@@ -527,7 +527,7 @@ class Soak:
         assert len(set(broken)) == 1, (broken, names, texts)
         if broken[0]:
             for one in texts:
-                assert "was interrupted by SignalError in " in one, (names, texts)
+                assert "was interrupted by SignalError " in one, (names, texts)
             self.rebuild()
         else:
             # Between two calls; in a function of the user's, which is told as any other

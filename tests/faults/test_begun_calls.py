@@ -98,7 +98,7 @@ def test_ctrl_c(new_strategy, same_folder, rank, where):
     assert rows.pop(1).name == "KeyboardInterrupt"
     assert {row.name for row in rows} == {"CollectiveTimeoutError"}
     for row in rows:
-        assert "rank 1 was interrupted by KeyboardInterrupt in " in row.message
+        assert "rank 1 was interrupted by KeyboardInterrupt " in row.message
     assert time.monotonic() - start < 40  # not by the deadline
 
 

@@ -183,6 +183,16 @@ def test_an_error_on_one_rank_is_one_on_all(strategy):
         assert "Accuracy.update_state" in message
 
 
+@pytest.mark.one_size
+def test_a_sum_that_one_rank_does_not_ask_for_is_read_once(strategy):
+    with strategy.scope():
+        total, other = mpidist.metrics.Sum(), mpidist.metrics.Mean()
+    mine = (total, other)[strategy.replica_id]
+    # NumPy's np.float64(x) tries float(x), and after any exception x.__array__().
+    raises_everywhere(mpidist.CollectiveMismatchError, mine.result)
+    assert total.result() == 0.0
+
+
 def by_torch(name, true, pred, **options):
     functional = pytest.importorskip("torch").nn.functional
     torch = pytest.importorskip("torch")

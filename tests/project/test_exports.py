@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import typing
@@ -247,10 +248,21 @@ def test_signatures_show_no_addresses():
         assert not re.search(r"<object|0x[0-9a-f]", signature), name
 
 
-def test_types_of_public_callables_can_be_read():
-    for name, value in CALLABLES.items():
-        if inspect.isfunction(value):
-            assert "return" in typing.get_type_hints(value), name
+def test_types_of_public_names_can_be_read():
+    for name, value in (OBJECTS | MEMBERS).items():
+        if isinstance(value, property):
+            value = value.fget
+        hints = typing.get_type_hints(value)
+        assert inspect.isclass(value) or "return" in hints, name
+
+
+def test_types_of_a_users_class_can_be_read():
+    class Mine(metrics.Mean):
+        last: Iterator[int]
+
+    hints = typing.get_type_hints(Mine)
+    assert hints["last"] == Iterator[int]
+    assert hints["_made"] == functools.partial[typing.Self]
 
 
 def test_errors_are_runtime_errors():

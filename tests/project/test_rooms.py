@@ -351,7 +351,7 @@ def test_no_other_library_is_imported():
         ("_base.backend", "from mpidist import _no_such_module", 1),
         ("_strategy.strategy", "from mpidist.data import Dataset", 0),
         ("_strategy.strategy", "from mpidist.data._dataset import Dataset", 1),
-        ("data._iterator", "from mpidist.data._dataset import Dataset", 0),
+        ("data._distributed", "from mpidist.data._dataset import Dataset", 0),
         (
             "_base.backend",
             "from typing import TYPE_CHECKING\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,10 +50,12 @@ wrong: str = mpidist.get_strategy().num_replicas_in_sync
 """
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command in the root of the repository."""
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
 
 
@@ -74,6 +78,18 @@ def test_results_have_types_for_pyright():
         pytest.skip("neither pyright nor basedpyright is installed")
     done = run(command, "--pythonpath", sys.executable, "--level", "error", TYPED)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_types_of_public_names_are_complete():
+    command = shutil.which("basedpyright")
+    if command is None:
+        pytest.skip("basedpyright is not installed")
+    pytest.importorskip("torch")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [command, "--verifytypes", "mpidist", "--ignoreexternal"]
+    done = run(*command, env=os.environ | {"PATH": path})
+    names = re.findall(r"^mpidist\.\S*", done.stdout, flags=re.MULTILINE)
+    assert names == ["mpidist.torch._optimizer.DistributedOptimizer"], done.stdout
 
 
 def test_the_program_of_types_runs():

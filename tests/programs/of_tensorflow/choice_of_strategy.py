@@ -42,6 +42,19 @@ try:
 except NotImplementedError as error:
     print(error)
 
+mirrored_strategy = tf.distribute.MirroredStrategy(devices=["/gpu:0", "/gpu:1"])
+communication_options = tf.distribute.experimental.CommunicationOptions(
+    implementation=tf.distribute.experimental.CommunicationImplementation.NCCL
+)
+strategy = tf.distribute.MultiWorkerMirroredStrategy(
+    communication_options=communication_options
+)
+central_storage_strategy = tf.distribute.experimental.CentralStorageStrategy()
+for strategy in (mirrored_strategy, strategy, central_storage_strategy):
+    assert strategy.num_replicas_in_sync == n
+one_device = tf.distribute.OneDeviceStrategy("/cpu:0")
+assert one_device.num_replicas_in_sync == 1
+
 
 def choose_by_devices():
     gpus = tf.config.list_physical_devices("GPU")
