@@ -32,6 +32,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from mpidist import _native
 from mpidist._agreement.polling import YIELD_SECONDS, YIELD_SECONDS_FOR_DATA, poll
+from mpidist._base.memory import leak
 from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.requests import Begun, Request, StartHeader
 
@@ -203,11 +204,11 @@ class ExchangeChannel:
 
     def meet(self, *header: int) -> int:
         """Exchange a header, and return a status. Collective."""
-        request = self.start(*header)
         try:
+            request = self.start(*header)
             poll(request, self.pause or _ignore)
         except BaseException:
-            request.leak()
+            leak(self._begun)  # MPI may still use what the header does
             raise
         return self._judge(request.result)
 

@@ -196,8 +196,10 @@ class Communicator(AnyCommunicator):
         self.traffic.count_mpi("Iallgather")
         start = map(self._comm.Iallgather, (sent,), (received,))
         # One step in C, which starts it and counts it: a signal cannot divide it.
-        begun.extend(enumerate(start, begun[-1][0] + 1))
-        return Transfer(begun[-1][1].Test, self._words, received.tolist)
+        begun.extend(
+            enumerate(zip(start, (self._words,), strict=True), begun[-1][0] + 1)
+        )
+        return Transfer(begun[-1][1][0].Test, self._words, received.tolist)
 
     def on_free(self, function: Callable[[], None]) -> None:
         """Call a function before the communicator is freed."""

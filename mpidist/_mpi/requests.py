@@ -24,7 +24,7 @@ class Request(Protocol):
 
 
 Begun: TypeAlias = deque[tuple[int, Any]]
-"""The number of the last header that was begun, and what was begun: one entry."""
+"""The number of the last header that was begun, and what it uses: one entry."""
 
 StartHeader: TypeAlias = Callable[[tuple[int, ...], Begun], Request]
 """Starts to send the integers of each rank to all; its result are those of each."""
