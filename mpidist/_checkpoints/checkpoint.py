@@ -270,7 +270,7 @@ class RestoreStatus(list[str]):
             AssertionError: if something has not; if an optimizer has not made its
                 variables yet; and as `assert_existing_objects_matched`.
         """
-        rest = self._matched()
+        rest = self._rest()
         self.assert_existing_objects_matched()
         if left := sorted(rest.names | rest.lost):
             _fail(
@@ -291,9 +291,9 @@ class RestoreStatus(list[str]):
 
         Raises:
             AssertionError: if the checkpoint lacks one; if one was attached to a list,
-                a dict or another object that tells nothing; if nothing was restored.
+                a dict or another object that tells nothing; if the path was None.
         """
-        late, missing = self._matched().missing()
+        late, missing = self._rest().missing()
         if late:
             _fail(unnoticed(late))
         if missing:
@@ -306,19 +306,17 @@ class RestoreStatus(list[str]):
         Raises:
             AssertionError: if it has nothing, and if the path was None.
         """
-        self._matched()
+        if not self._rest().matches():
+            _fail("nothing in the checkpoint has the name of one of the objects")
         return self
 
-    def _matched(self) -> Remainder:
-        rest = self._remainder
-        if rest is None:
+    def _rest(self) -> Remainder:
+        if self._remainder is None:
             _fail(
                 "the path was None, so nothing was restored; write `if path:` around "
                 "this call"
             )
-        if not rest.matches():
-            _fail("nothing in the checkpoint has the name of one of the objects")
-        return rest
+        return self._remainder
 
 
 def _fail(message: str) -> NoReturn:

@@ -102,7 +102,7 @@ class Remainder:
             return
         self._watch()
         found = self.waiting(contents.collect(self._objects, "later"))
-        # The program sets a pytree anew before each save.
+        # The program sets a pytree to save it: perhaps it is a newer one.
         if items := [x for x in found if not getattr(x, "is_held", False)]:
             try:
                 self.later += self._restore(self, items)
@@ -181,7 +181,8 @@ def unnoticed(names: list[str]) -> str:
     """Return a message about objects that were attached unnoticed."""
     return (
         f"not restored, although in the checkpoint: {listed(names)}; attached after "
-        "the restore, to a list, a dict or another object that tells nothing. Write "
+        "the restore, to a list, a dict or another object that tells nothing, or a "
+        "pytree. Write "
         "`checkpoint.restore(path, partial=True)` once more, after that"
     )
 
