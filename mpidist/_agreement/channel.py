@@ -131,11 +131,18 @@ def open_channel(comm: Communicator, shared: Channel | None) -> Channel:
     if comm.size == 1:
         return SelfChannel()
     headers: Any = comm.open_headers()
-    if _native.core is None or type(headers) is not _native.core.Between:
+    between = between_of(headers)
+    if between is None:
         return ExchangeChannel(headers)
-    headers.wait = _wait_for_header
-    comm.traffic.core = headers
-    return headers
+    between.wait = _wait_for_header
+    comm.traffic.core = between
+    return between
+
+
+def between_of(channel: object) -> _native.Between | None:
+    """Return a channel if it is the core's between nodes, which may carry data."""
+    core = _native.core
+    return channel if core is not None and type(channel) is core.Between else None
 
 
 def _wait_for_header(between: _native.Between) -> None:

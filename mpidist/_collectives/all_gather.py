@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from mpidist import _native
+from mpidist._agreement.channel import between_of
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
 from mpidist._base.indexed_slices import IndexedSlices
@@ -140,26 +141,22 @@ class AllGathers:
 
 def make_plan(resources: Resources, signature: GatherSignature) -> Plan:
     """Return the plan of a signature; of the same class on all ranks."""
-    lengths_bytes, guard = 8 * len(signature.leaves), resources.guard
+    lengths_bytes = 8 * len(signature.leaves)
+    node = resources.node if signature.transports.host.name == "shared" else None
+    between = between_of(resources.guard.channel)
     if not signature.on_host:
-        return MpiGather(resources, signature)
-    node = resources.node
-    is_shared = node is not None and signature.transports.host.name == "shared"
-    if is_shared and _native.core.EAGER_BYTES - lengths_bytes > LINE:
-        assert node is not None
+        pass
+    elif node is not None and _native.core.EAGER_BYTES - lengths_bytes > LINE:
         core = _new_core(resources, signature, node.channel)
         large = ArenaGather(resources, signature, core, node)
         return HeaderGather(resources, signature, core, large, _QUICK_BYTES)
-    channel: _native.Between = guard.channel
-    if _native.core is None or type(channel) is not _native.core.Between:
-        return MpiGather(resources, signature)
-    if not guard.enabled or lengths_bytes > channel.share:
-        return MpiGather(resources, signature)
-    core = _new_core(resources, signature, channel)
-    by_mpi, quick_bytes = MpiGather(resources, signature, core), channel.share - 8
-    if by_mpi.is_one_block:
-        quick_bytes = max(quick_bytes, SMALLEST)
-    return HeaderGather(resources, signature, core, by_mpi, quick_bytes)
+    elif between is not None and lengths_bytes <= between.share:
+        core = _new_core(resources, signature, between)
+        by_mpi, quick_bytes = MpiGather(resources, signature, core), between.share - 8
+        if by_mpi.is_one_block:
+            quick_bytes = max(quick_bytes, SMALLEST)
+        return HeaderGather(resources, signature, core, by_mpi, quick_bytes)
+    return MpiGather(resources, signature)
 
 
 def _new_core(

@@ -11,6 +11,7 @@ import itertools
 from typing import Final
 
 from mpidist import _native
+from mpidist._agreement.channel import between_of
 from mpidist._base.memory import round_up
 from mpidist._collectives import nodes
 from mpidist._collectives.core_routes import CoreReduce
@@ -31,8 +32,10 @@ _MOST_RUNS: Final = 8
 def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     """Return the plan of a nest, if ranks exchange headers by MPI, in the core."""
     leaves, comm = signature.leaves, resources.comm
-    room = room_behind(resources)
-    if not room or not isinstance(comm, Communicator):
+    channel = between_of(resources.guard.channel)
+    if channel is None or not channel.room or not resources.guard.enabled:
+        return None
+    if not isinstance(comm, Communicator):
         return None
     if signature.root is not None or signature.compress is not None:
         return None
@@ -43,7 +46,7 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     unit = _native.core.PAYLOAD_ALIGNMENT
     nbytes = sum(round_up(size, unit) for size in signature.nest.sizes)
     algorithm = None
-    if nbytes > room:
+    if nbytes > channel.room:
         algorithm = comm.buffers.algorithm
         copied = algorithm.gathers or len(leaves) > 1
         most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
@@ -58,14 +61,6 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
         return None
     core = _new_core(resources, signature, algorithm)
     return CoreReduce(resources, signature, "between", core)
-
-
-def room_behind(resources: Resources) -> int:
-    """Return the bytes that a rank can send behind a header; 0: nothing."""
-    channel: _native.Between = resources.guard.channel
-    if _native.core is None or type(channel) is not _native.core.Between:
-        return 0
-    return channel.room if resources.guard.enabled else 0
 
 
 def has_same_bits(resources: Resources) -> bool:

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from mpidist import _native
-from mpidist._agreement.channel import OK, Channel
+from mpidist._agreement.channel import OK, Channel, between_of
 from mpidist._base.types import HostArray
 from mpidist._mpi.buffers import BufferCollectives
 from mpidist._mpi.communicator import Communicator
@@ -75,12 +75,11 @@ def _awkward(rank: int, count: int) -> HostArray:
 
 def _behind_header(channel: Channel, x: HostArray) -> HostArray:
     total = np.zeros_like(x)
-    if _native.core is not None and type(channel) is _native.core.Between:
+    if (between := between_of(channel)) is not None:
         leaf = _native.ReduceLeaf("f4", "SUM", x.shape, 0)
-        reduce = _native.core.Reduce(channel, [leaf], 0, _FINGERPRINT)
+        reduce = _native.core.Reduce(between, [leaf], 0, _FINGERPRINT)
         status = reduce.eager(x, total)
-        counts: _native.Between = channel
-        counts.reductions = counts.reduced = 0  # it is no call of the user
+        between.reductions = between.reduced = 0  # it is no call of the user
         if status != OK:
             raise RuntimeError(f"MPIStrategy(...): a header has the status {status}")
     return total

@@ -12,12 +12,10 @@ from typing import NoReturn
 
 from mpidist._agreement.guard import Guard
 from mpidist._base import gpus
-from mpidist._base.environment import Environment
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Nest
 from mpidist._collectives.all_gather import AllGathers
 from mpidist._collectives.copies import Copies
-from mpidist._collectives.nodes import NO_MEMORY, SharedMemory
 from mpidist._collectives.plan import PlanCache
 from mpidist._collectives.plans import Plans
 from mpidist._collectives.resources import Resources
@@ -26,10 +24,12 @@ from mpidist._mpi.communicator import AnyCommunicator
 
 
 class Collectives(Copies):
-    """The collectives of one group of replicas. It has the arguments of `Resources`.
+    """The collectives of one group of replicas.
+
+    Args:
+        resources: what the collectives share.
 
     Attributes:
-        resources: what the collectives share.
         comm: the ranks.
         guard: compares the calls of the ranks.
         options: of the strategy.
@@ -39,21 +39,12 @@ class Collectives(Copies):
         all_gather: `AllGathers.all_gather`, in the same way.
     """
 
-    def __init__(
-        self,
-        comm: AnyCommunicator,
-        guard: Guard,
-        options: CommunicationOptions,
-        environment: Environment,
-        device: gpus.Device,
-        memory: SharedMemory = NO_MEMORY,
-    ) -> None:
-        resources = Resources(comm, guard, options, environment, device, memory)
+    def __init__(self, resources: Resources) -> None:
         super().__init__(resources)
-        self.comm = comm
-        self.guard = guard
-        self.options = options
-        self.device = device
+        self.comm: AnyCommunicator = resources.comm
+        self.guard: Guard = resources.guard
+        self.options: CommunicationOptions = resources.options
+        self.device: gpus.Device = resources.device
         self.invalid: Callable[[str, BaseException], NoReturn] = resources.invalid
         self.cache: PlanCache = PlanCache()
         self._gathers = resources.observing(AllGathers)(resources, self.cache)

@@ -22,16 +22,14 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape, record
 from mpidist._collectives.observed import (
     has_values,
-    memory_for,
     nest_of_all,
-    values_by_mpi,
+    of_values,
     values_from_rank_0,
-    values_of_ranks,
     values_to_all,
 )
 from mpidist._collectives.pool import array_in
 from mpidist._collectives.resources import Resources, timed
-from mpidist._timeline.observer import observed
+from mpidist._timeline.observer import NO_ROUTE, observed
 
 _LARGE: Final = 1 << 20  # bytes of an array
 _MEMORY: Final = Call("memory for what rank 0 sends, or gets")
@@ -107,7 +105,7 @@ class Copies:
                 transports.of(x).broadcast(backend.as_bytes(x), root)
         return structure.unflatten(backend.restore_all(results, pairs))
 
-    @observed(values_of_ranks, has_values)
+    @observed(of_values(), has_values)
     @timed
     def share(self, make: Callable[[], list[Any]], text: str) -> list[Any]:
         """Return rank 0's values on all ranks, which know nothing of them before.
@@ -219,7 +217,7 @@ class Copies:
 
     # --- a list of values per rank ------------------------------------------------
 
-    @observed(values_by_mpi)
+    @observed(of_values("mpi"))
     @timed
     def collect(self, values: list[Any], call: str) -> list[list[Any]]:
         """Return the values of all ranks on rank 0; an empty list on the others.
@@ -252,7 +250,7 @@ class Copies:
         ]
         return [list(values), *rows]
 
-    @observed(values_by_mpi)
+    @observed(of_values("mpi"))
     @timed
     def collect_on_all(self, values: list[Any], call: str) -> list[list[Any]]:
         """Return the values of all ranks on all of them; otherwise as `collect`."""
@@ -271,7 +269,7 @@ class Copies:
         comm.gather(own[: counts[comm.rank]], to_here, counts, 0)
         return received
 
-    @observed(values_by_mpi, has_values)
+    @observed(of_values("mpi"), has_values)
     @timed
     def scatter(self, values: list[list[Any]] | None, call: str) -> list[Any]:
         """Give each rank its list of values from rank 0. Collective.
@@ -313,7 +311,7 @@ class Copies:
 
     # --- registered buffers, and checks -------------------------------------------
 
-    @observed(memory_for)
+    @observed(of_values(NO_ROUTE))
     @timed
     def buffers_like(self, tree: Nest) -> Nest:
         """Return zeros of the same structure, shapes and dtypes. Collective.

@@ -167,14 +167,9 @@ class MpiGather(Plan):
                 memory = self.guess(arrays, lengths)
             except Exception as error:
                 raise guard.fail(self.call, error) from None
-            same = False
-            if guard.enabled:
-                value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
-                same = guard.agree_on(self.call, value, timeout=timeout)
-            else:
-                guard.agree(self.call)  # that the strategy can be used
+            value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
             rows: list[Lengths] = [lengths] * comm.size
-            if not same:
+            if not guard.agree_on(self.call, value, timeout=timeout):
                 rows = list(comm.all_gather_integers(lengths))
             return self.gather(arrays, memory, timeout, rows)
 

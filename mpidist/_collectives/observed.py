@@ -16,7 +16,7 @@ from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, Nest
 from mpidist._collectives.plan import Plan, Results
 from mpidist._collectives.resources import Resources
-from mpidist._timeline.observer import NO_ROUTE, Observers, Span
+from mpidist._timeline.observer import Observers, Opens, Span
 
 
 class ObservedPlan(Plan):
@@ -64,25 +64,21 @@ def nest_of_all(
     return observers.call(bytes_of(tree), _route_of(piece.resources, tree, options))
 
 
-def memory_for(
-    observers: Observers, piece: Piece, tree: Nest
-) -> AbstractContextManager[Span]:
-    """Observe an agreement on arrays that do not move."""
-    return observers.call(bytes_of(tree), NO_ROUTE)
+def of_values(route: str = "") -> Opens:
+    """Return how a collective of values is observed that move through host memory.
 
+    Args:
+        route: how they move; "": as arrays of all ranks do.
+    """
 
-def values_of_ranks(
-    observers: Observers, piece: Piece, values: Any, *_: object, **__: object
-) -> AbstractContextManager[Span]:
-    """Observe a collective of values, which move through host memory."""
-    return observers.call(bytes_of(values), _route_of(piece.resources, None))
+    def opens(
+        observers: Observers, piece: Piece, values: Any, *_: object, **__: object
+    ) -> AbstractContextManager[Span]:
+        return observers.call(
+            bytes_of(values), route or _route_of(piece.resources, None)
+        )
 
-
-def values_by_mpi(
-    observers: Observers, piece: Piece, values: Any, call: str
-) -> AbstractContextManager[Span]:
-    """Observe a collective of values that rank 0 alone gets or has."""
-    return observers.call(bytes_of(values), "mpi")
+    return opens
 
 
 def values_to_all(

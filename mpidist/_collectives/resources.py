@@ -86,7 +86,7 @@ class Resources:
         options: CommunicationOptions,
         environment: Environment,
         device: gpus.Device,
-        memory: SharedMemory,
+        memory: SharedMemory = NO_MEMORY,
     ) -> None:
         self.comm = comm
         self.guard = guard

@@ -27,6 +27,7 @@ from mpidist._base.options import CommunicationImplementation, CommunicationOpti
 from mpidist._collectives import bits, node
 from mpidist._collectives.collectives import Collectives
 from mpidist._collectives.nodes import SharedMemory, open_shared_memory
+from mpidist._collectives.resources import Resources
 from mpidist._mpi import survival
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.communicator import Communicator
@@ -245,8 +246,9 @@ def _make_collectives(
         if guard.observers is not None:
             make = guard.observers.observing(Collectives)
             timelines.begin(environment.timeline, communicator, guard)
-        collectives = make(communicator, guard, options, environment, chosen, memory)
-        finding = collectives.resources.find_transports()
+        resources = Resources(communicator, guard, options, environment, chosen, memory)
+        collectives = make(resources)
+        finding = resources.find_transports()
     text = _describe(collectives, arguments.cross_device_ops, checks)
     mine = pickle.dumps((finding, sums))
     same = guard.agree_on(mismatch.Call(text), fingerprint_of_bytes(mine))
@@ -349,9 +351,10 @@ class DefaultStrategy(Strategy):
 def _group_of_one() -> ReplicaGroup:
     comm = AnyCommunicator()
     guard = Guard(comm, None, timeout_seconds=0.0, stall_seconds=0.0, enabled=False)
-    collectives = Collectives(
+    resources = Resources(
         comm, guard, CommunicationOptions(), Environment(), gpus.Device("cpu")
     )
+    collectives = Collectives(resources)
     return ReplicaGroup(
         collectives, number=0, is_mpi=False, make_registry=RegistryOfOne
     )
