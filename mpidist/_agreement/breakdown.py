@@ -131,7 +131,7 @@ class Breakdown:
         self._call_state = call_state
         self.state: State = State.USABLE
         self.why: str = ""
-        self.notices: Notices = Notices(comm)
+        self.notices: Notices = Notices(comm, call_state)
         self.lives: Lives = Lives(comm)
         self._lost: tuple[int, ...] = ()
         self._untold = ""  # the call that this rank has left, until the others know
@@ -195,9 +195,7 @@ class Breakdown:
         """
         if self._untold:
             try:
-                self.notices.post(
-                    Wait(self._untold, self._call_state.sequence), self.why
-                )
+                self.notices.post(Wait(self._untold), self.why)
             except (RecursionError, pickle.PicklingError):
                 return
             self._untold = ""
@@ -216,7 +214,7 @@ class Breakdown:
 
     def read_notices(self) -> bool:
         """Return whether another rank has told this one that it has given up."""
-        why = self.notices.read(self._call_state.sequence)
+        why = self.notices.read()
         if why:
             self.set(State.TOLD, why)
         return bool(why)
@@ -286,10 +284,6 @@ class Breakdown:
 
     # --- the end of the program ---------------------------------------------------
 
-    def post_end(self, end: End) -> None:
-        """Tell the others how far this process is in ending."""
-        self.notices.post_end(self._call_state.sequence, end)
-
     @property
     def gave_up(self) -> bool:
         """Whether the others have to be told when this process ends."""
@@ -315,4 +309,4 @@ class Breakdown:
         """
         if self.state is State.LOST and self._comm.outlives_ranks:
             return iter(())
-        return self.notices.wait_for_ends(self._call_state.sequence, timeout, end)
+        return self.notices.wait_for_ends(timeout, end)

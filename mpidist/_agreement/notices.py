@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Final, Literal, TypeAlias
 
+from mpidist._agreement.call_state import CallState
 from mpidist._agreement.mismatch import describe_groups
 from mpidist._base.errors import format_ranks
 from mpidist._mpi.any_communicator import AnyCommunicator
@@ -82,14 +83,12 @@ class Wait:
 
     Attributes:
         what: what it waits for.
-        sequence: the number of its last header.
-        before: the call of that header.
+        before: the call of its last header.
         missing: the ranks that the channel knows not to be there.
         awaited: the ranks whose data has not come; None if it waits for no data.
     """
 
     what: str
-    sequence: int
     before: str = ""
     missing: list[int] = dataclasses.field(default_factory=list)
     awaited: list[int] | None = None
@@ -105,6 +104,7 @@ class Notices:
 
     Args:
         comm: the ranks.
+        call_state: its ``sequence`` is the number of this rank's last header.
 
     Attributes:
         missing: the ranks that this one, or who told it, has given up on.
@@ -112,8 +112,9 @@ class Notices:
             to them any more, since MPI may fail on it.
     """
 
-    def __init__(self, comm: AnyCommunicator) -> None:
+    def __init__(self, comm: AnyCommunicator, call_state: CallState) -> None:
         self._comm = comm
+        self._call_state = call_state
         self._sent: list[Request] = []
         self._latest: dict[int, Notice] = {}
         self._ends: dict[int, End] = {}
@@ -126,8 +127,8 @@ class Notices:
         self, wait: Wait, gave_up: str = "", *, end: End = "", waited: float = 0.0
     ) -> None:
         """Post a notice to all ranks that are not lost."""
-        me = self._comm.rank
-        notice = Notice(me, wait.sequence, wait.what, gave_up, end=end, waited=waited)
+        me, number = self._comm.rank, self._call_state.sequence
+        notice = Notice(me, number, wait.what, gave_up, end=end, waited=waited)
         notice.missing, notice.lost = self.missing, self.lost
         notice.awaited = tuple(wait.awaited or ())
         notice.came = time.monotonic()
@@ -152,13 +153,8 @@ class Notices:
             self.lost = self.missing
         self.post(wait, why)
 
-    def read(self, sequence: int) -> str:
-        """Read what has come; return why another rank has given up, or "".
-
-        Args:
-            sequence: the number of this rank's last header; waits for earlier ones are
-                over.
-        """
+    def read(self) -> str:
+        """Read what has come; return why another rank has given up, or ""."""
         while (data := self._comm.receive_any()) is not None:
             notice: Notice = pickle.loads(data)
             if notice.end:
@@ -166,45 +162,45 @@ class Notices:
             elif notice.gave_up:  # for good, also if this rank has got further
                 self.missing, self.lost = notice.missing, notice.lost
                 return notice.gave_up
-            elif notice.sequence >= sequence:
+            elif notice.sequence >= self._call_state.sequence:  # else it is over
                 notice.came = time.monotonic()
                 self._latest[notice.rank] = notice
         return ""
 
     # --- what is known of the others ----------------------------------------------
 
-    def _after(self, sequence: int) -> list[Notice]:
-        """Return the notices of ranks that wait after this header, by rank."""
-        latest = sorted(self._latest.items())
-        return [notice for _, notice in latest if notice.sequence == sequence]
+    def _of_waiting(self) -> list[Notice]:
+        """Return the notices of ranks that wait after the same header, by rank."""
+        latest, number = sorted(self._latest.items()), self._call_state.sequence
+        return [notice for _, notice in latest if notice.sequence == number]
 
-    def longest_wait(self, what: str, sequence: int) -> float:
+    def longest_wait(self, what: str) -> float:
         """Return the longest wait of another rank for the same; 0.0: none is known."""
         now, me = time.monotonic(), self._comm.rank
-        same = [notice for notice in self._after(sequence) if notice.call == what]
+        same = [notice for notice in self._of_waiting() if notice.call == what]
         waits = [
             now - notice.came + notice.waited for notice in same if notice.rank != me
         ]
         return max(waits, default=0.0)
 
-    def others_wait(self, sequence: int) -> bool:
+    def others_wait(self) -> bool:
         """Whether another rank waits after the same header, in whatever call."""
-        return any(x.rank != self._comm.rank for x in self._after(sequence))
+        return any(x.rank != self._comm.rank for x in self._of_waiting())
 
-    def are_quiet(self, sequence: int) -> bool:
+    def are_quiet(self) -> bool:
         """Whether no notice has come for long enough that no more are expected.
 
-        That is as long as those after this header took to come, from the first to the
+        That is as long as those of the same wait took to come, from the first to the
         last: ranks that share cores post late, one by one.
         """
-        came = [notice.came for notice in self._after(sequence)]
+        came = [notice.came for notice in self._of_waiting()]
         first, last = min(came, default=0.0), max(came, default=0.0)
         quiet = max(self._collect_seconds, min(last - first, _MOST_QUIET_SECONDS))
         return time.monotonic() - last >= quiet
 
     def waiting_and_missing(self, wait: Wait) -> tuple[list[int], list[int]]:
         """Return the ranks that wait for the same as this one, and the missing ones."""
-        notices = self._after(wait.sequence)
+        notices = self._of_waiting()
         waiting = [notice.rank for notice in notices]
         # The channel knows who has not made the last step, if that is what is missing.
         missing = wait.missing or [
@@ -218,6 +214,7 @@ class Notices:
     def describe(self, wait: Wait, waited: float) -> str:
         """Return who waits for whom, for messages."""
         waiting, missing = self.waiting_and_missing(wait)
+        number = self._call_state.sequence
         calls: dict[tuple[str, str], list[int]] = {}
         for rank in waiting:
             calls.setdefault((self._latest[rank].call, ""), []).append(rank)
@@ -230,14 +227,14 @@ class Notices:
             return f"all ranks wait in different calls for {waited:.3g} s: {waits}"
         if wait.awaited is not None:
             return (
-                f"{format_ranks(missing)} made no progress in call {wait.sequence} "
+                f"{format_ranks(missing)} made no progress in call {number} "
                 f"within {waited:.3g} s: {waits or wait.what}"
             )
         return (
-            f"{format_ranks(missing)} did not reach call {wait.sequence + 1} within "
+            f"{format_ranks(missing)} did not reach call {number + 1} within "
             f"{waited:.3g} s: {waits or wait.what}{end}"
             f"{'Its' if len(missing) == 1 else 'Their'} last call with the others was "
-            f"call {wait.sequence}: {wait.before}"
+            f"call {number}: {wait.before}"
         )
 
     # --- the end of the program ---------------------------------------------------
@@ -263,13 +260,11 @@ class Notices:
         rank = self._comm.rank
         return not self.is_told and rank == min([rank, *self.interrupted])
 
-    def post_end(self, sequence: int, end: End) -> None:
+    def post_end(self, end: End) -> None:
         """Tell the others how far this process is in ending."""
-        self.post(Wait(AT_END, sequence), end=end)
+        self.post(Wait(AT_END), end=end)
 
-    def wait_for_ends(
-        self, sequence: int, timeout: float | None = None, end: End = "ends"
-    ) -> Iterator[None]:
+    def wait_for_ends(self, timeout: float | None, end: End) -> Iterator[None]:
         """After giving up, at the end of this program: wait for the ends of the others.
 
         Yields while it waits. Ranks that still run may be saving something, and
@@ -277,12 +272,11 @@ class Notices:
         were missing are waited for only for a moment.
 
         Args:
-            sequence: the number of this rank's last header.
             timeout: seconds to wait for all others; None: as said above.
             end: what this rank tells the others.
         """
         others = set(range(self._comm.size)) - {self._comm.rank}
-        self.post_end(sequence, end)
+        self.post_end(end)
         limit = time.monotonic() + (_END_SECONDS if timeout is None else timeout)
         present = others - set(self.missing) if timeout is None else None
         while others - set(self._ends) and time.monotonic() < limit:
@@ -291,7 +285,7 @@ class Notices:
                 seconds = _LOST_END_SECONDS if self.lost else _LATE_END_SECONDS
                 limit = time.monotonic() + seconds
             yield
-            self.read(sequence)
+            self.read()
         if self.all_ended:
             yield from self._wait_until_sent()
             return

@@ -224,10 +224,10 @@ class Waits:
         if breakdown.read_notices():
             return
         notices = breakdown.notices
-        longest = notices.longest_wait(*place)
+        longest = notices.longest_wait(what)
         if current.came_late is None:
             current.came_late = longest > 0
-        if waited < post_after and not notices.others_wait(state.sequence):
+        if waited < post_after and not notices.others_wait():
             return
         wait = self._describe(what)
         if not current.posted:
@@ -235,7 +235,7 @@ class Waits:
             current.posted = True
         longest = waited if current.came_late else max(waited, longest)
         if not current.reported and longest >= self._stall:
-            current.reported = notices.are_quiet(state.sequence)
+            current.reported = notices.are_quiet()
             if current.reported:
                 self._report(wait, longest)
         if timeout and waited >= timeout:
@@ -265,7 +265,6 @@ class Waits:
             awaited = []  # MPI does not say whose data is missing
         return Wait(
             what,
-            state.sequence,
             state.previous_call.text,
             state.channel.missing(),
             awaited,

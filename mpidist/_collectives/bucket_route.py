@@ -144,7 +144,7 @@ class BucketReduce(PreparedPlan[_Call]):
             else:
                 self._reduce_packed(bucket, work, transport)
 
-    def _conclude(self, call: object, work: _Call) -> Results:
+    def _conclude(self, work: _Call) -> Results:
         return work.results
 
     def _is_direct(self, bucket: Bucket) -> bool:

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist import _native
-from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DType, HostArray
@@ -136,7 +135,7 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
             self._nodes.node.channel.leave()  # the others wait for its steps
             raise
 
-    def _conclude(self, call: Call, work: _Call) -> Results:
+    def _conclude(self, work: _Call) -> Results:
         for total, result in zip(work.sums, work.results, strict=True):
             if total is not result:
                 with np.errstate(all="ignore"):

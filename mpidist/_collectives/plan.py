@@ -263,7 +263,7 @@ class PreparedPlan(Plan, Generic[_Work]):
             with guard.payload(call), plain, _native.DefaultFloatState():
                 self._move(work)
         with _native.DefaultFloatState():  # the same bits on all ranks
-            return self._conclude(call, work)
+            return self._conclude(work)
 
     def _prepare(self, arrays: list[Array]) -> _Work:
         """Return all that a call needs, its memory included. Not collective."""
@@ -273,7 +273,7 @@ class PreparedPlan(Plan, Generic[_Work]):
         """Move the data, now that all ranks have agreed. Collective."""
         raise NotImplementedError
 
-    def _conclude(self, call: Call, work: _Work) -> Results:
+    def _conclude(self, work: _Work) -> Results:
         """Return the results, when all ranks have them."""
         raise NotImplementedError
 

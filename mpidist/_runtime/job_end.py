@@ -196,7 +196,7 @@ def _note_told() -> None:
     """Tell ranks that have given up as well that the user knows why the job ends."""
     with contextlib.suppress(Exception):
         for one in gave_up():
-            one.post_end("told")
+            one.notices.post_end("told")
 
 
 def _let_others_first() -> None:

@@ -137,12 +137,13 @@ def test_a_report_waits_for_as_long_as_the_notices_took(monkeypatch):
     monkeypatch.setattr(notices_module, "_MOST_QUIET_SECONDS", 1e9)
 
     def program():
-        notices = group_of(mpidist.MPIStrategy()).guard.breakdown.notices
+        guard = group_of(mpidist.MPIStrategy()).guard
+        notices = guard.breakdown.notices
         first = time.monotonic() - 3000
         for last, quiet in ((first + 2000, False), (first + 1000, True)):
             for rank, came in enumerate((first, last)):
-                one = notices_module.Notice(rank, 5, "step", came=came)
+                one = notices_module.Notice(rank, guard.sequence, "step", came=came)
                 notices._latest[rank] = one
-            assert notices.are_quiet(5) is quiet
+            assert notices.are_quiet() is quiet
 
     testing.run(2, program)

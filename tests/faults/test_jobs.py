@@ -225,7 +225,7 @@ def test_a_rank_that_knows_the_ends_of_all_others_tells_its_own():
     notices = guard.breakdown.notices
     limit = time.monotonic() + 60
     while RANK == 2 and not notices.all_ended and time.monotonic() < limit:
-        notices.read(guard.sequence)
+        notices.read()
     """
     )
     assert (result.returncode, result.stdout.split()) == (0, ["told"] * 3), result
