@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -26,7 +26,7 @@ def default_workers() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-class Ahead(Generic[_R]):
+class Ahead(Iterator[_R]):
     """Iterates over ``function(item)`` for each item, in order; threads call it.
 
     ``items`` is read by the caller's thread. An exception, of ``function`` or of
@@ -59,9 +59,6 @@ class Ahead(Generic[_R]):
         self._stop = weakref.finalize(
             self, _stop, self._process, self._tasks, self._waiting, self._threads
         )
-
-    def __iter__(self) -> Ahead[_R]:
-        return self
 
     def __next__(self) -> _R:
         if os.getpid() != self._process:
@@ -123,9 +120,18 @@ class Ahead(Generic[_R]):
             thread.join()
 
 
-def read_ahead(items: Iterator[_T], depth: int) -> Ahead[_T]:
-    """Return an iterator over ``items``; a thread reads up to ``depth`` items ahead."""
-    return Ahead(_next, itertools.repeat(items), 1, depth + 1)
+def read_ahead(items: Iterator[_T], depth: int) -> Iterator[_T]:
+    """Return an iterator over ``items``; a thread reads up to ``depth`` items ahead.
+
+    With a depth of 0 there is no thread.
+    """
+    return Ahead(_next, itertools.repeat(items), 1, depth + 1) if depth else items
+
+
+def stop_reading(items: object, *, wait: bool) -> None:
+    """Stop the threads of an iterator, if it has some, as `Ahead.close`."""
+    if isinstance(items, Ahead):
+        items.close(wait=wait)
 
 
 def _next(items: Iterator[Any]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, DType, HostArray, Nest
-from mpidist.data._ahead import Ahead, read_ahead
+from mpidist.data._ahead import read_ahead, stop_reading
 from mpidist.data._options import ArraySpec
 from mpidist.data._rows import (
     LazyBlock,
@@ -422,9 +422,8 @@ class Interleave(_Pairs, Derived):
                     if element is not END:
                         stage = apply(self.function, element)
                         tokens = stage.tokens((*in_pass, number))
-                        if turn < self.readers:
-                            tokens = read_ahead(tokens, self.length)
-                        places[turn] = stage, tokens
+                        depth = self.length if turn < self.readers else 0
+                        places[turn] = stage, read_ahead(tokens, depth)
                     elif not any(places):
                         return
                 if place := places[turn]:
@@ -434,14 +433,8 @@ class Interleave(_Pairs, Derived):
                         yield stage, token
                         given += 1
                     if given < self.length:
-                        _close(tokens)
+                        stop_reading(tokens, wait=False)
                         places[turn] = None
         finally:
             for _, tokens in filter(None, places):
-                _close(tokens)
-
-
-def _close(tokens: Iterator[Token]) -> None:
-    """Stop the thread, if there is one."""
-    if isinstance(tokens, Ahead):
-        tokens.close(wait=False)
+                stop_reading(tokens, wait=False)

@@ -41,7 +41,7 @@ from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
-from mpidist.data._ahead import Ahead, read_ahead
+from mpidist.data._ahead import read_ahead, stop_reading
 from mpidist.data._options import (
     AutoShardPolicy,
     InputContext,
@@ -732,9 +732,8 @@ class DistributedIterator(PositionedIterator):
                 self._iteration, self._position, self._own_state()
             )
         if self._pieces is None:
-            self._pieces = self._dataset._pieces(self._stream)
-            if self._stage.depth:
-                self._pieces = read_ahead(self._pieces, self._stage.depth)
+            pieces = self._dataset._pieces(self._stream)
+            self._pieces = read_ahead(pieces, self._stage.depth)
         if self._stage.again:
             self._source_state = state_of(self._stream)
         return next(self._pieces, _ENDED)
@@ -753,8 +752,7 @@ class DistributedIterator(PositionedIterator):
             )
 
     def _close(self, *, wait: bool = True) -> None:
-        if isinstance(self._pieces, Ahead):
-            self._pieces.close(wait=wait)
+        stop_reading(self._pieces, wait=wait)
         self._pieces = None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Self
 
 from mpidist._base.types import Nest
-from mpidist.data._ahead import Ahead, read_ahead
+from mpidist.data._ahead import read_ahead, stop_reading
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from mpidist.data._rows import block_of
 from mpidist.data._stages import Stage, Token
@@ -315,9 +315,8 @@ class DatasetIterator(PositionedIterator):
             self._failed = False
         try:
             if self._elements is None:
-                self._elements = self._stage.load(tokens.take())
-                if self._stage.depth:
-                    self._elements = read_ahead(self._elements, self._stage.depth)
+                loaded = self._stage.load(tokens.take())
+                self._elements = read_ahead(loaded, self._stage.depth)
             element = next(self._elements)
         except StopIteration:
             self._ended, self._elements = True, None
@@ -328,8 +327,7 @@ class DatasetIterator(PositionedIterator):
                 self._broken = error
             elif tokens.left:
                 self._failed = True
-                if isinstance(elements, Ahead):
-                    elements.close()  # its thread takes tokens
+                stop_reading(elements, wait=True)  # the thread takes tokens
             raise
         except BaseException:  # Ctrl-C: the element is read again
             self._elements = self._tokens = None
