@@ -25,6 +25,7 @@ longer than that.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -40,6 +41,11 @@ OK, AGAIN, DIFFERENT, LEFT = range(4)
 NOWHERE: Final = -1
 
 _UNLIMITED: Final = 2**61  # milliseconds
+_BUSY: Final = (  # as the core says it
+    "another thread of this rank, or what a signal has interrupted, is in a collective "
+    "call of this strategy; make the calls of a strategy from one thread, one after "
+    "the other"
+)
 _FLAG, _FINGERPRINT, _VALUE, _LARGEST, _TIMEOUT, _LATENESS = range(6)
 
 
@@ -198,6 +204,7 @@ class ExchangeChannel:
         self._last = time.monotonic()
         self._begun: Begun = deque([(0, None)], maxlen=1)
         self._request: Request | None = None
+        self._idle = threading.Lock()  # held while a header is on the way
 
     @property
     def headers(self) -> int:
@@ -220,7 +227,13 @@ class ExchangeChannel:
         return self._judge(request.result)
 
     def start(self, *header: int) -> Request:
-        """Publish a header without waiting for those of the others."""
+        """Publish a header without waiting for those of the others.
+
+        Raises:
+            RuntimeError: if this rank has not got those of the last one.
+        """
+        if not self._idle.acquire(blocking=False):
+            raise RuntimeError(_BUSY)
         *said, timeout_ms, _ = header  # there is no arena, so no offset
         # For how long another rank can have waited for this one.
         lateness = int(1000 * self.lateness)
@@ -245,6 +258,7 @@ class ExchangeChannel:
 
     def _judge(self, rows: list[Sequence[int]]) -> int:
         """Return the status of the headers of all ranks."""
+        self._idle.release()
         columns: list[tuple[Any, ...]] = list(zip(*rows, strict=True))
         flag = max(columns[_FLAG])
         same = int(len(set(columns[_FINGERPRINT])) == 1)

@@ -299,6 +299,12 @@ def test_headers_without_the_core(comm, monkeypatch):
         assert channel.verdict == (0, 1, 1, 0, size - 1)
     assert ranks.traffic.total_mpi()["Iallgather"] == 40
     assert (begun[0][0], channel.headers) == (20, 20)
+    channel.start(0, 7, 0, 0, 0, -1)
+    with pytest.raises(RuntimeError, match="make the calls of a strategy from one"):
+        channel.meet(0, 7, 0, 0, 0, -1)  # as from another thread
+    while channel.test() is None:
+        os.sched_yield()
+    assert channel.meet(0, 7, 0, 0, 0, -1) == OK
     ranks.drop()
 
 
@@ -315,14 +321,14 @@ def test_a_signal_does_not_come_between_a_header_and_its_count(monkeypatch):
         Iallgather=lambda *x: started.append(0) or real.Iallgather(*x)
     )
     monkeypatch.setattr(ranks, "_comm", count)
-    channel = ExchangeChannel(ranks.open_headers())
     codes = {
         ExchangeChannel.start.__code__,
         communicator.Communicator._start_header.__code__,
     }
 
     def run_until(last: int) -> bool:
-        number = 0
+        number, channel = 0, ExchangeChannel(ranks.open_headers())
+        started.clear()
 
         def trace(frame: FrameType, event: str, argument: object) -> Any:
             nonlocal number
@@ -337,15 +343,14 @@ def test_a_signal_does_not_come_between_a_header_and_its_count(monkeypatch):
         try:
             channel.meet(0, 7, 0, 0, 0, -1)
         except KeyboardInterrupt:
-            return False
+            pass
         finally:
             sys.settrace(before)
-        return True
-
-    ends = itertools.takewhile(lambda last: not run_until(last), itertools.count(1))
-    for _ in ends:
         assert channel.headers == len(started)
-    assert len(started) > 10
+        return number < last
+
+    instructions = next(filter(run_until, itertools.count(1)))
+    assert instructions > 50
     monkeypatch.undo()
     ranks.drop()
 
