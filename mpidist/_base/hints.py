@@ -1,13 +1,14 @@
-"""What to write instead of code for TensorFlow and torch.distributed that fails.
+"""What to write instead of code that fails outside of mpidist.
 
-Results are arrays of NumPy, the replica context is None in cross-replica context, and
-torch raises errors of its own, so no class of mpidist could say it. It is a note on the
-uncaught exception.
+Results are arrays of NumPy, the replica context is None in cross-replica context, torch
+raises errors of its own, and Python those of a function that is called with other
+arguments, so no class of mpidist could say it. It is a note on the exception.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,16 @@ _CONTEXT: Final = frozenset(
     ("all_reduce", "all_gather", "merge_call", "replica_id_in_sync_group")
 )
 _ASSIGN: Final = frozenset(("assign", "assign_add", "assign_sub"))
+# What a function of the program gets, by the module that calls it.
+_MERGE: Final = "`merge_call(merge_fn, args)` calls `merge_fn(strategy, *args)`"
+_CALLERS: Final = {
+    "mpidist._strategy.operations": "`strategy.run(fn, args)` calls `fn(*args)`; write "
+    "`args=(x, y)`, or `args=batch` for a batch that is a tuple (x, y)",
+    "mpidist._strategy.replica_context": _MERGE,
+    "mpidist._merge.coordinator": _MERGE,
+    "mpidist._merge.updates": "`update(variable, fn, args)` calls "
+    "`fn(variable, *args)`",
+}
 _OF_TORCH: Final = (
     "process group has not been initialized",
     "env:// rendezvous",
@@ -33,11 +44,15 @@ _NO_PROCESS_GROUP: Final = (
 
 
 def add_hint(error: BaseException) -> None:
-    """Add a note to an error of code that was written for TensorFlow or torch."""
+    """Add a note to an error whose message does not say what to write."""
     hint = ""
     with contextlib.suppress(Exception):  # of the program's `__repr__`, `__getattr__`
         if isinstance(error, AttributeError) and isinstance(error.name, str):
             hint = _hint(error.obj, error.name)
+        elif type(error) is TypeError and "argument" in str(error):
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            arguments = _CALLERS.get(frame.f_globals["__name__"])
+            hint = f"mpidist: {arguments}" if arguments else ""
         elif type(error) in (KeyError, RuntimeError, ValueError):
             text = str(error)
             hint = _NO_PROCESS_GROUP if any(x in text for x in _OF_TORCH) else ""

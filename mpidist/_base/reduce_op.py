@@ -123,11 +123,30 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
         return op
     if isinstance(value, VariableAggregation):
         return ReduceOp.from_variable_aggregation(value)
+    hint = _hint(str(value))
+    if not hint and hasattr(value, "dtype"):
+        hint = "; the operation comes first: `(op, value)`"
+    elif not hint and callable(value):
+        hint = _FUNCTIONS
     raise TypeError(
         f"{call}: expected `reduce_op` to be a `mpidist.ReduceOp` or its name, got "
-        f"{value!r} of type {type(value).__name__}"
-        f"{_hint(str(value)) or (_FUNCTIONS if callable(value) else '')}"
+        f"{value!r} of type {type(value).__name__}{hint}"
     )
+
+
+def check_function(function: ReduceFunction, call: str) -> None:
+    """Check that a function is not one that combines the elements of one array.
+
+    Raises:
+        TypeError: if it is; the message says which operation was meant.
+    """
+    whole = {name: getattr(np, name.lower()) for name in REDUCE_OPS}
+    for name, known in [*whole.items(), ("SUM", sum)]:
+        if function is known:
+            raise TypeError(
+                f"{call}: expected a function of two arrays, got one that combines the "
+                f'elements of one; write "{name}"'
+            )
 
 
 def _hint(text: str) -> str:

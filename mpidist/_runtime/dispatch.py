@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, TypeAlias, TypeVar
 
 from mpidist._base.environment import debugging
+from mpidist._base.hints import add_hint
 from mpidist._base.interactive import without_own_frames
 from mpidist._base.types import Nest
 from mpidist._runtime import context, interruptions
@@ -69,6 +70,7 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
         # Users look for their own code. Not in a section: its end finds out from the
         # frames of this package whether the exception came in it (`is_interruption`).
         if not group.guard.sections and not debugging():
+            add_hint(error)  # it looks at these frames
             error.__traceback__ = without_own_frames(error.__traceback__)
         raise
 

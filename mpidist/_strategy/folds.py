@@ -22,7 +22,7 @@ from mpidist._base import backend, checksums, nest
 from mpidist._base.expect import as_int
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.options import CommunicationOptions
-from mpidist._base.reduce_op import RULES, ReduceFunction, ReduceOp
+from mpidist._base.reduce_op import RULES, ReduceFunction, ReduceOp, check_function
 from mpidist._base.types import Array, DType, Nest
 from mpidist._collectives import dtype_table
 from mpidist._collectives.collectives import Collectives
@@ -67,6 +67,7 @@ def fold(
                 'write "SUM", "MAX", "MIN" or "PROD", or a function of two arrays, '
                 "such as `numpy.logical_and`"
             )
+        check_function(function, call)
         leaves, structure = nest.flatten(tree)
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
             raise TypeError(f"{call}: got IndexedSlices; reduce a dense array")

@@ -189,7 +189,7 @@ for _name in BINARY_NAMES:
         setattr(PerReplica, f"__{_prefix}{_name}__", _refuse_operator)
 for _name in (
     *("neg", "pos", "abs", "invert", "float", "int", "lt", "le", "gt", "ge"),
-    *("getitem", "iter", "contains", "complex", "round", "divmod", "rdivmod"),
+    *("getitem", "iter", "len", "contains", "complex", "round", "divmod", "rdivmod"),
 ):
     setattr(PerReplica, f"__{_name}__", _refuse_operator)
 

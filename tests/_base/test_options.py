@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import mpidist
@@ -24,6 +25,8 @@ def test_reduce_op_names_in_any_case():
         reduce_op.as_reduce_op("MAXIMUM", "f")
     with pytest.raises(ValueError, match='; write "MEAN"'):
         reduce_op.as_reduce_op("avg", "f")
+    with pytest.raises(TypeError, match="; the operation comes first"):
+        reduce_op.as_reduce_op(np.ones(2), "f")
     with pytest.raises(TypeError, match="expected `reduce_op` to be"):
         reduce_op.as_reduce_op(sum, "f")
     with pytest.raises(ValueError, match="NONE"):

@@ -198,6 +198,15 @@ def test_an_operation_of_mpi4py(strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.parametrize(("function", "name"), [(np.max, "MAX"), (sum, "SUM")])
+def test_functions_of_one_array(strategy, function, name):
+    messages = raises_everywhere(
+        TypeError, lambda: all_reduce(strategy, function, np.ones(2))
+    )
+    assert all(f'write "{name}"' in message for message in messages)
+    assert_usable(strategy)
+
+
 def test_a_variable_and_a_replica_that_differs_in_shape(strategy, rank, size):
     with strategy.scope():
         v = mpidist.Variable(np.ones(2), synchronization="ON_READ", aggregation="SUM")

@@ -123,7 +123,7 @@ def test_per_replica_is_not_an_array_at_program_level(strategy, in_scope):
 @pytest.mark.one_size
 def test_per_replica_operators_say_what_to_write(strategy):
     p = strategy.run(lambda: np.ones(2))
-    for operation in ("p + 1", "1 + p", "p < 1", "p[0]", "float(p)"):
+    for operation in ("p + 1", "1 + p", "p < 1", "p[0]", "float(p)", "len(p)"):
         with pytest.raises(TypeError) as caught:
             eval(operation, {"p": p})
         for alternative in ALTERNATIVES:
