@@ -54,7 +54,8 @@ class DistributedOptimizer(_AnyOptimizer):
             changes after the backward pass, but not through ``p.grad.data``, whose
             changes torch does not count, are reduced once more. If the ranks on which a
             parameter has a gradient change from step to step, no other collective call
-            may come between ``backward()`` and `step`.
+            may come between ``backward()`` and `step`, and not another optimizer's
+            step either: write False then.
         named_parameters: ``module.named_parameters()``: for names in messages.
         strategy: the ranks; default: the strategy in whose scope it is made, and
             outside of every scope the current one at each step.

@@ -202,6 +202,14 @@ def test_dtypes_parameters_without_gradient_and_odd_ones(strategy, torch, mt):
     step()
 
 
+def test_a_state_without_elements(strategy, torch, mt):
+    empty = torch.nn.Parameter(torch.zeros(0, 4, dtype=torch.float64))
+    sharded = mt.ZeroRedundancyOptimizer([empty], torch.optim.Adam, strategy=strategy)
+    empty.grad = torch.zeros_like(empty)
+    sharded.step()
+    assert sharded.state_dict()["state"][0]["exp_avg"].shape == (0, 4)
+
+
 @on_ranks
 def test_more_parameters_later(strategy, torch, mt):
     (one, adam), (two, sharded) = make_pair(
