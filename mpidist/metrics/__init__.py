@@ -29,7 +29,11 @@ from mpidist.metrics._confusion import (
     FalseNegatives as FalseNegatives,
     FalsePositives as FalsePositives,
     Precision as Precision,
+    PrecisionAtRecall as PrecisionAtRecall,
     Recall as Recall,
+    RecallAtPrecision as RecallAtPrecision,
+    SensitivityAtSpecificity as SensitivityAtSpecificity,
+    SpecificityAtSensitivity as SpecificityAtSensitivity,
     TrueNegatives as TrueNegatives,
     TruePositives as TruePositives,
 )
@@ -39,5 +43,10 @@ from mpidist.metrics._iou import (
     MeanIoU as MeanIoU,
 )
 from mpidist.metrics._metrics import Mean as Mean, Metric as Metric, Sum as Sum
+from mpidist.metrics._scores import (
+    F1Score as F1Score,
+    FBetaScore as FBetaScore,
+    R2Score as R2Score,
+)
 
 _publish(__name__)

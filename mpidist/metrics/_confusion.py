@@ -222,3 +222,121 @@ class AUC(_Confusion):
         return np.float64(
             _ratio(slope * (dtp + intercept * np.log(ratio)), (tp + fn)[1:]).sum()
         )
+
+
+class _BestAt(_Confusion):
+    """The largest share at the thresholds where another share is large enough."""
+
+    # The places in `_COUNTS` of the two counts of each share.
+    _limited: ClassVar[tuple[int, int]]
+    _wanted: ClassVar[tuple[int, int]]
+
+    def _begin(
+        self, least: float, num_thresholds: int, name: str | None, argument: str
+    ) -> None:
+        call, what = type(self).__name__, f"`{argument}` from 0 to 1"
+        expect(0 <= least <= 1, call, what, least, error=ValueError)
+        what = "`num_thresholds` to be 1 or more"
+        expect(num_thresholds >= 1, call, what, num_thresholds, error=ValueError)
+        limits = np.linspace(0, 1, num_thresholds) if num_thresholds > 1 else [0.5]
+        _Confusion.__init__(self, list(limits), name)
+        self._least = least
+
+    def result(self) -> Any:
+        """Return it, a float64; 0 if the other is nowhere large enough. Collective."""
+        counts = [variable.numpy() for variable in self._weights[:4]]
+        limited, wanted = (
+            _ratio(counts[i], counts[i] + counts[k])
+            for i, k in (self._limited, self._wanted)
+        )
+        return np.float64(np.where(limited >= self._least, wanted, 0.0).max())
+
+
+class PrecisionAtRecall(_BestAt):
+    """The largest precision at a threshold with at least this recall.
+
+    Args:
+        recall: from 0 to 1.
+        num_thresholds: how many, evenly from 0 to 1; 1: 0.5.
+        name: of the metric.
+
+    Example::
+
+        metric = mpidist.metrics.PrecisionAtRecall(0.5)
+        metric.update_state([0, 0, 0, 1, 1], [0.0, 0.3, 0.8, 0.3, 0.8])
+        metric.result()  # np.float64(0.5)
+    """
+
+    _limited, _wanted = (0, 3), (0, 1)
+
+    @explain_keywords("Precision")
+    def __init__(
+        self,
+        recall: float,
+        num_thresholds: int = 200,
+        *,
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        self._begin(recall, num_thresholds, name, "recall")
+
+
+class RecallAtPrecision(_BestAt):
+    """The largest recall at a threshold with at least this precision.
+
+    The arguments are those of `PrecisionAtRecall`, with ``precision`` first.
+    """
+
+    _limited, _wanted = (0, 1), (0, 3)
+
+    @explain_keywords("Precision")
+    def __init__(
+        self,
+        precision: float,
+        num_thresholds: int = 200,
+        *,
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        self._begin(precision, num_thresholds, name, "precision")
+
+
+class SensitivityAtSpecificity(_BestAt):
+    """The largest sensitivity at a threshold with at least this specificity.
+
+    They are the fractions of labels 1, and of labels 0, whose prediction is right. The
+    arguments are those of `PrecisionAtRecall`, with ``specificity`` first.
+    """
+
+    _limited, _wanted = (2, 1), (0, 3)
+
+    @explain_keywords("Precision")
+    def __init__(
+        self,
+        specificity: float,
+        num_thresholds: int = 200,
+        *,
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        self._begin(specificity, num_thresholds, name, "specificity")
+
+
+class SpecificityAtSensitivity(_BestAt):
+    """The largest specificity at a threshold with at least this sensitivity.
+
+    As `SensitivityAtSpecificity`, with ``sensitivity`` first.
+    """
+
+    _limited, _wanted = (0, 3), (2, 1)
+
+    @explain_keywords("Precision")
+    def __init__(
+        self,
+        sensitivity: float,
+        num_thresholds: int = 200,
+        *,
+        name: str | None = None,
+        dtype: object = None,
+    ) -> None:
+        self._begin(sensitivity, num_thresholds, name, "sensitivity")

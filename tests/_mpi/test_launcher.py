@@ -123,15 +123,15 @@ def test_variables_of_copies_of_a_program_are_a_warning():
     importlib.import_module("mpi4py.MPI")
     variables = "v, w = mpidist.Variable(1.0), mpidist.Variable(2.0)"
     first = {**STEP, "SLURM_PROCID": "0"}
-    done = run_alone(variables, **first)
+    done = run(variables, **first)
     assert done.returncode == 0
     assert done.stderr.count("the launcher started 4 processes, but there is no") == 1
     for quiet in (
-        run_alone(variables, **{**STEP, "SLURM_PROCID": "3"}),
-        run_alone(variables, **first, MPIDIST_ALONE="1"),
-        run_alone(variables, **SLURM_JOB),
-        run_alone(f"from mpi4py import MPI\n{variables}", **first),
-        run_alone("mpidist.testing.run(2, lambda: mpidist.Variable(1.0))", **first),
+        run(variables, **{**STEP, "SLURM_PROCID": "3"}),
+        run(variables, **first, MPIDIST_ALONE="1"),
+        run(variables, **SLURM_JOB),
+        run(f"from mpi4py import MPI\n{variables}", **first),
+        run("mpidist.testing.run(2, lambda: mpidist.Variable(1.0))", **first),
     ):
         assert (quiet.returncode, quiet.stderr) == (0, "")
 

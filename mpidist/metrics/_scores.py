@@ -1,0 +1,228 @@
+"""Scores of the classes or outputs that the columns of labels and predictions are."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+
+from mpidist._base.errors import level_of_caller
+from mpidist._base.expect import as_int, expect
+from mpidist._base.types import HostArray, Nest
+from mpidist.metrics._confusion import _ratio
+from mpidist.metrics._metrics import Metric, _array, _of_shape, _weighted, _weights
+
+
+class _OfColumns(Metric):
+    """The base: sums over rows, of which each variable has one for each column."""
+
+    def update_state(
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> None:
+        """Add a batch: labels and predictions, of shape (rows, columns).
+
+        Otherwise as `Mean.update_state`.
+        """
+
+        def compute() -> tuple[Any, ...]:
+            call = self._call
+            true, pred = (_array(x, call) for x in (y_true, y_pred))
+            columns = self._weights[0].shape or pred.shape[1:]
+            what = f"`y_pred` of shape {('rows', *columns)}"
+            fits = pred.ndim == 2 and pred.shape[1:] == columns
+            expect(fits, call, what, pred, self._hint, error=ValueError)
+            true = _of_shape(true, pred.shape, call).astype(np.float64)
+            w = _weights(sample_weight, pred.shape, call)
+            w = np.broadcast_to(1.0 if w is None else w, pred.shape)
+            axis = 0 if self._weights[0].shape else None
+            sums = [_weighted(x, w).sum(axis) for x in self._parts(true, pred)]
+            return *sums, *self._counts(true)
+
+        self._add(compute)
+
+    _hint: str
+
+    def _parts(self, true: HostArray, pred: HostArray) -> tuple[HostArray, ...]:
+        """Return what is summed for each variable, of the shape of the predictions."""
+        raise NotImplementedError
+
+    def _counts(self, true: HostArray) -> tuple[int, ...]:
+        """Return what is added to the variables after those, whatever the weights."""
+        return ()
+
+
+class FBetaScore(_OfColumns):
+    """The weighted harmonic mean of precision and recall, of each class.
+
+    Args:
+        average: None: an array with the score of each class. "macro": their mean.
+            "weighted": their mean, weighted by the number of labels 1. "micro": the
+            score of all classes together.
+        beta: how often recall counts as much as precision.
+        threshold: predictions above it mean 1. None: the largest of a row, if it is
+            not 0.
+        name: of the metric.
+        dtype: accepted and ignored.
+        num_classes: how many columns there are; not needed for "micro". Keras finds
+            it in the first batch.
+
+    Raises:
+        ValueError: if an argument is invalid, or the number of classes is missing.
+
+    Example::
+
+        metric = mpidist.metrics.FBetaScore(beta=2.0, threshold=0.5, num_classes=2)
+        metric.update_state([[1, 1], [1, 0]], [[0.2, 0.6], [0.8, 0.7]])
+        metric.result()  # array([0.55555556, 0.83333333])
+    """
+
+    _hint = "write `num_classes=` with the number of columns"
+
+    def __init__(
+        self,
+        average: Literal["micro", "macro", "weighted"] | None = None,
+        beta: float = 1.0,
+        threshold: float | None = None,
+        name: str | None = None,
+        dtype: object = None,
+        *,
+        num_classes: int | None = None,
+    ) -> None:
+        super().__init__(name or "fbeta_score")
+        call = type(self).__name__
+        fits = average in (None, "micro", "macro", "weighted")
+        what = '`average` to be "micro", "macro", "weighted" or None'
+        expect(fits, call, what, average, error=ValueError)
+        expect(beta > 0, call, "`beta` above 0", beta, error=ValueError)
+        fits = threshold is None or 0 < threshold <= 1
+        what = "`threshold` above 0, up to 1"
+        expect(fits, call, what, threshold, error=ValueError)
+        self.average, self.beta, self.threshold = average, beta, threshold
+        shape: tuple[int, ...] = ()
+        if average != "micro":
+            what = "`num_classes`, as variables are made before the first batch"
+            expect(
+                num_classes is not None, call, what, None, self._hint, error=ValueError
+            )
+            shape = (as_int(call, "num_classes", num_classes, least=1),)
+        for part in ("true_positives", "false_positives", "false_negatives", "labels"):
+            self.add_weight(shape, name=part)
+
+    def _parts(self, true: HostArray, pred: HostArray) -> tuple[HostArray, ...]:
+        if self.threshold is None:
+            found = (pred >= pred.max(-1, keepdims=True)) & (abs(pred) > 1e-9)
+        else:
+            found = pred > self.threshold
+        return found * true, found * (1 - true), ~found * true, true
+
+    def result(self) -> Any:
+        """Return the score, a float64, or an array of them. Collective."""
+        tp, fp, fn, labels = (variable.numpy() for variable in self._weights[:4])
+        more = self.beta**2
+        scores = _ratio((1 + more) * tp, (1 + more) * tp + more * fn + fp)
+        if self.average == "weighted":
+            return _ratio((scores * labels).sum(), labels.sum())[()]
+        return scores if self.average is None else np.mean(scores)
+
+
+class F1Score(FBetaScore):
+    """The harmonic mean of precision and recall, of each class; 0 without any.
+
+    The arguments are those of `FBetaScore`, without ``beta``.
+    """
+
+    def __init__(
+        self,
+        average: Literal["micro", "macro", "weighted"] | None = None,
+        threshold: float | None = None,
+        name: str | None = None,
+        dtype: object = None,
+        *,
+        num_classes: int | None = None,
+    ) -> None:
+        name = name or "f1_score"
+        super().__init__(average, 1.0, threshold, name, num_classes=num_classes)
+
+
+class R2Score(_OfColumns):
+    """The fraction of the variance of the labels that predictions explain.
+
+    It is 0 for labels that are all the same; NaN without any, and if such labels are
+    predicted exactly.
+
+    Args:
+        class_aggregation: "uniform_average": the mean over the outputs.
+            "variance_weighted_average": weighted by the variance of each. None: an
+            array with the score of each.
+        num_regressors: the number of independent variables, for the adjusted score, or
+            0. If there are not more labels than that and 1, it is not adjusted, and a
+            RuntimeWarning says so.
+        name: of the metric.
+        dtype: accepted and ignored.
+        num_outputs: how many columns there are. Keras finds it in the first batch.
+
+    Raises:
+        ValueError: if an argument is invalid.
+
+    Example::
+
+        metric = mpidist.metrics.R2Score()
+        metric.update_state([[1.0], [4.0], [3.0]], [[2.0], [4.0], [4.0]])
+        metric.result()  # np.float64(0.5714285714285714)
+    """
+
+    _hint = "write `num_outputs=` with the number of columns"
+
+    def __init__(
+        self,
+        class_aggregation: str | None = "uniform_average",
+        num_regressors: int = 0,
+        name: str | None = None,
+        dtype: object = None,
+        *,
+        num_outputs: int = 1,
+    ) -> None:
+        super().__init__(name or "r2_score")
+        known = (None, "uniform_average", "variance_weighted_average")
+        what, fits = f"`class_aggregation` in {known}", class_aggregation in known
+        expect(fits, "R2Score", what, class_aggregation, error=ValueError)
+        self.class_aggregation = class_aggregation
+        self.num_regressors = as_int(
+            "R2Score", "num_regressors", num_regressors, least=0
+        )
+        columns = as_int("R2Score", "num_outputs", num_outputs, least=1)
+        for part in ("squared_sum", "sum", "residual", "count"):
+            self.add_weight((columns,), name=part)
+        self.add_weight(name="num_samples")
+
+    def _parts(self, true: HostArray, pred: HostArray) -> tuple[HostArray, ...]:
+        return true * true, true, (true - pred) ** 2, np.ones_like(true)
+
+    def _counts(self, true: HostArray) -> tuple[int, ...]:
+        return (true.size,)
+
+    def result(self) -> Any:
+        """Return the score, a float64, or an array of them. Collective."""
+        squares, sums, residual, count, samples = (v.numpy() for v in self._weights[:5])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total = squares - sums * (sums / count)
+            scores = 1 - residual / total
+            scores[np.isinf(scores)] = 0.0
+            if self.class_aggregation == "uniform_average":
+                scores = scores.mean()
+            elif self.class_aggregation is not None:
+                scores = (total * scores).sum() / total.sum()
+                scores = (total * scores).sum() / total.sum()
+        free = float(samples) - self.num_regressors - 1
+        if self.num_regressors and free > 0:
+            scores = 1 - (1 - scores) * (free + self.num_regressors) / free
+        elif self.num_regressors and samples:
+            text = f"{samples:.0f} labels are too few for the adjusted score"
+            hint = "it is the standard one; write `num_regressors=0`"
+            warnings.warn(
+                f"R2Score.result: {text} with {self.num_regressors} regressors; {hint}",
+                RuntimeWarning,
+                stacklevel=level_of_caller(),
+            )
+        return scores
