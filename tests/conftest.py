@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files without tests for this run, which take time to import."""
     if _under_mpi(config):
-        needed = r"\bmark\.(mpi|gpu)\b"
+        needed = r"\bmark\.(mpi|gpu)\b|\b(core_by_mpi|on_ranks|core_on_ranks)\b"
     elif re.search(r"\band jobs\b", config.option.markexpr):
         needed = rf"(?m)^(?:from|import) .*\b(?:{'|'.join(_STARTERS)})\b"
     else:

@@ -49,11 +49,19 @@ ON_TWO = (
 """The marks of a test of two ranks or replicas."""
 
 
-def core_on_ranks(function: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test of the core semantics, on ranks or as threads."""
-    for mark in (pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)):
-        function = mark(function)
-    return function
+def _all_of(*marks: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def mark_with_all(function: Any) -> Any:
+        for mark in marks:
+            function = mark(function)
+        return function
+
+    return mark_with_all
+
+
+# Of a test under mpirun; as threads too; and of the core semantics.
+core_by_mpi = _all_of(pytest.mark.mpi, pytest.mark.core)
+on_ranks = _all_of(pytest.mark.mpi, pytest.mark.replicas(2, 3))
+core_on_ranks = _all_of(pytest.mark.core, on_ranks)
 
 
 def everywhere(x: Any) -> list[Any]:

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from checkpoint_objects import Iterator, variable
 from launching import run_ranks
-from replicas import assert_usable, everywhere, rarely, set_deadline
+from replicas import (
+    assert_usable,
+    core_on_ranks,
+    everywhere,
+    on_ranks,
+    rarely,
+    set_deadline,
+)
 
 import mpidist
 
@@ -51,9 +58,7 @@ def let_go(disk, error=None):
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_what_is_saved_is_the_state_at_the_call(strategy, folder, rank, disk):
     w, step = variable(strategy, np.arange(1000.0)), variable(strategy, 1)
     data = Iterator()
@@ -79,8 +84,7 @@ def test_what_is_saved_is_the_state_at_the_call(strategy, folder, rank, disk):
     assert (rows == 2.5).all()
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 @pytest.mark.parametrize("how", ["wait", "save", "restore", "close", "manager"])
 def test_who_waits_for_it_and_raises_its_error(new_strategy, folder, rank, disk, how):
     strategy = new_strategy()
@@ -112,8 +116,7 @@ def test_who_waits_for_it_and_raises_its_error(new_strategy, folder, rank, disk,
         assert os.listdir(folder) == ["b"]
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_the_manager_knows_a_checkpoint_when_it_is_complete(
     strategy, folder, rank, disk
 ):
@@ -144,8 +147,7 @@ def test_the_manager_knows_a_checkpoint_when_it_is_complete(
     assert [os.path.basename(x) for x in manager.checkpoints] == ["ckpt-2", "ckpt-3"]
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_errors_before_the_write_are_raised_at_once(strategy, folder, rank):
     checkpoint = mpidist.Checkpoint(w=variable(strategy, 1j))
     with pytest.raises(ValueError, match="safetensors has no dtype complex128"):

@@ -24,7 +24,14 @@ from checkpoint_objects import (
     variable,
 )
 from launching import run_python
-from replicas import assert_usable, everywhere, set_deadline
+from replicas import (
+    assert_usable,
+    core_by_mpi,
+    core_on_ranks,
+    everywhere,
+    on_ranks,
+    set_deadline,
+)
 
 import mpidist
 from mpidist._checkpoints import storage
@@ -52,9 +59,7 @@ SHAPES = [(), (0, 3), (5,), (3, 4)]
 # --- there and back -----------------------------------------------------------------
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 def test_arrays_of_all_kinds_come_back_bit_for_bit(strategy, folder, rank, format):
     pytest.importorskip("ml_dtypes")
@@ -83,8 +88,7 @@ def test_arrays_of_all_kinds_come_back_bit_for_bit(strategy, folder, rank, forma
             assert_same_bits(reader[f"v/{name}"], x)
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_other_programs_can_read_the_arrays(strategy, folder, rank):
     w = variable(strategy, np.asfortranarray(values_of("float32", (3, 4))))
     step = variable(strategy, 7)
@@ -104,9 +108,7 @@ def test_other_programs_can_read_the_arrays(strategy, folder, rank):
         assert_same_bits(found, w.numpy())
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_everything_of_a_run_comes_back(strategy, folder):
     weights = variable(strategy, values_of("float64", (3, 2)), name="w")
     bias = variable(strategy, np.zeros(2), name="w")  # names need not be unique
@@ -148,9 +150,7 @@ def test_everything_of_a_run_comes_back(strategy, folder):
     np.testing.assert_array_equal(rng.normal(size=5), expected)
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 @pytest.mark.parametrize(
     ("aggregation", "dtype"),
     [
@@ -202,9 +202,7 @@ def test_a_sync_on_read_variable_without_aggregation_is_refused(strategy, folder
 # --- another number of ranks --------------------------------------------------------
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_many_ranks_save_and_each_restores_alone(
     strategy, alone, same_folder, rank, size
 ):
@@ -222,9 +220,7 @@ def test_many_ranks_save_and_each_restores_alone(
     assert rngs[1].random() == np.random.default_rng([5, 0]).random()
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 @pytest.mark.parametrize("own", [False, True])
 def test_one_rank_saves_and_many_restore(
     strategy, alone, tmp_path_factory, rank, size, own
@@ -248,8 +244,7 @@ def test_one_rank_saves_and_many_restore(
     assert mine.random() == first
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_states_that_differ_between_ranks(
     strategy, alone, tmp_path_factory, rank, size
 ):
@@ -283,9 +278,7 @@ def test_states_that_differ_between_ranks(
 # --- all or nothing -----------------------------------------------------------------
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_what_does_not_fit_changes_nothing(strategy, folder, rank):
     w, step = variable(strategy, np.ones((2, 3))), variable(strategy, 1)
     rng = np.random.default_rng(0)
@@ -322,9 +315,7 @@ def test_what_does_not_fit_changes_nothing(strategy, folder, rank):
         mpidist.Checkpoint(wieghts=same).restore(folder / "a", partial=True)
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_a_state_that_one_rank_refuses_changes_nothing(strategy, folder, rank, size):
     w = variable(strategy, 1.0)
     first, second, rng = Iterator(1), Iterator(2), np.random.default_rng(rank)
@@ -349,9 +340,7 @@ def test_a_state_that_one_rank_refuses_changes_nothing(strategy, folder, rank, s
     assert (w.numpy(), first.position, second.position) == (1.0, 1, 2)
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_copies_that_have_drifted_are_found(strategy, folder, rank, size):
     w = variable(strategy, np.zeros(1000))
     checkpoint = mpidist.Checkpoint(w=w, step=variable(strategy, 0))
@@ -372,8 +361,7 @@ def test_copies_that_have_drifted_are_found(strategy, folder, rank, size):
     checkpoint.save(folder / "b")
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_the_padding_of_longdouble_is_no_drift(strategy, folder, rank):
     w = variable(strategy, np.arange(4).astype("longdouble"))
     if w.dtype.itemsize == 16 and np.finfo("longdouble").nmant == 63:
@@ -410,8 +398,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.mpi
-@pytest.mark.core
+@core_by_mpi
 @pytest.mark.parametrize("how", REFUSALS)
 def test_a_file_system_that_refuses_is_told_to_all(
     new_strategy, folder, rank, monkeypatch, how
@@ -456,8 +443,7 @@ def test_a_file_system_that_refuses_is_told_to_all(
         assert len(os.listdir(folder / "a")) == 2
 
 
-@pytest.mark.mpi
-@pytest.mark.core
+@core_by_mpi
 def test_a_folder_that_is_deleted_during_a_save(strategy, folder, rank, monkeypatch):
     w = variable(strategy, 1.0)
     checkpoint = mpidist.Checkpoint(w=w)
@@ -512,8 +498,7 @@ def test_the_others_wait_for_a_slow_disk(new_strategy, folder, rank, monkeypatch
     assert total == strategy.num_replicas_in_sync
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
     if size == 1:
         return
@@ -536,8 +521,7 @@ def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
     assert restoring == {"headers": 4, "Ibcast": 1, "Bcast": 2}
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_paths_that_can_not_be(strategy, folder, rank):
     step = variable(strategy, 0)
     checkpoint = mpidist.Checkpoint(step=step)
@@ -565,9 +549,7 @@ def test_paths_that_can_not_be(strategy, folder, rank):
     checkpoint.restore(folder / "new" / "folders" / "a")
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_ranks_that_save_different_things(strategy, folder, rank, size):
     v = variable(strategy, 0.0)
     checkpoint = mpidist.Checkpoint(**{f"v{rank}": v})
@@ -582,8 +564,7 @@ def test_ranks_that_save_different_things(strategy, folder, rank, size):
     mpidist.Checkpoint(v=v).save(folder / "a")
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_the_path_of_rank_0_is_used(strategy, folder, rank, size):
     v = variable(strategy, 1.0)
     checkpoint = mpidist.Checkpoint(v=v)
@@ -603,8 +584,7 @@ def test_the_path_of_rank_0_is_used(strategy, folder, rank, size):
             checkpoint.save(mine if rank == 0 else None)
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_no_path_restores_nothing(strategy, folder, rank):
     """As in `checkpoint.restore(manager.latest_checkpoint)` at the first start."""
     v = variable(strategy, 1.0)
@@ -627,8 +607,7 @@ def test_no_path_restores_nothing(strategy, folder, rank):
     assert checkpoint.restore(manager.latest_checkpoint).assert_consumed() == ["v"]
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_only_at_program_level(strategy, folder, rank):
     v = variable(strategy, 0.0)
     checkpoint = mpidist.Checkpoint(v=v)
@@ -649,8 +628,7 @@ def test_only_at_program_level(strategy, folder, rank):
         checkpoint.restore(folder / "a")
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_which_ranks_save_together(strategy, new_strategy, folder, size):
     rng = np.random.default_rng(0)
     checkpoint = mpidist.Checkpoint(rng=rng)
@@ -668,8 +646,7 @@ def test_which_ranks_save_together(strategy, new_strategy, folder, size):
         checkpoint.save(folder / "a")
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_a_plain_variable_is_saved_where_it_is_the_same(strategy, folder, rank, size):
     plain = mpidist.Variable(float(rank))  # outside every scope: one of each process
     checkpoint = mpidist.Checkpoint(plain=plain, step=variable(strategy, 0))

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 from checkpoint_objects import expected_warnings, flip_in_array, per_rank, variable
-from replicas import everywhere, raises_everywhere
+from replicas import (
+    core_by_mpi,
+    core_on_ranks,
+    everywhere,
+    on_ranks,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist._base.errors import damaged_checkpoint
 from mpidist._checkpoints import new_checkpoints
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_the_manager_keeps_the_newest(strategy, folder, rank):
     step = variable(strategy, 0)
     checkpoint = mpidist.Checkpoint(step=step)
@@ -49,8 +53,7 @@ def test_the_manager_keeps_the_newest(strategy, folder, rank):
     assert everybody.count(everybody[0]) == len(everybody)
 
 
-@pytest.mark.mpi
-@pytest.mark.core
+@core_by_mpi
 def test_the_manager_finds_the_newest_whole_one(strategy, folder, rank):
     step = variable(strategy, 0)
     checkpoint = mpidist.Checkpoint(step=step)
@@ -120,8 +123,7 @@ def test_what_killed_jobs_have_left_is_deleted_before_a_save(
     assert [Path(p).name for p in manager.checkpoints] == ["ckpt-4", "ckpt-5"]
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_a_directory_of_each_rank_as_in_tensorflows_tutorial(strategy, folder, rank):
     """Ranks other than the chief write elsewhere, and clean up."""
     v = variable(strategy, 1.0)
@@ -152,8 +154,7 @@ def test_a_directory_of_each_rank_as_in_tensorflows_tutorial(strategy, folder, r
         assert os.listdir(folder / "ckpt") == ["ckpt-2"]
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeypatch):
     monkeypatch.setattr(new_checkpoints, "_POLL_SECONDS", 0.01)
     checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
@@ -175,8 +176,7 @@ def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeyp
         assert everywhere(found) == [found] * len(everywhere(found))
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_errors_of_waiting_for_checkpoints(strategy, folder, rank):
     def wait(*args, **kwargs):
         with strategy.scope():
@@ -228,9 +228,7 @@ def test_arguments_of_the_manager(strategy, folder):
         manager.save(-1)
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 @pytest.mark.parametrize("kind", ["missing", "damaged"])
 def test_what_a_restore_of_the_users_raises_is_no_damage(
     strategy, folder, rank, size, kind

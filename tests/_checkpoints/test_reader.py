@@ -18,7 +18,10 @@ from checkpoint_objects import (
     variable,
     write_manifest,
 )
-from replicas import a_third
+from replicas import (
+    a_third,
+    on_ranks,
+)
 
 import mpidist
 
@@ -294,8 +297,7 @@ def test_files_that_are_not_regular_are_refused(tmp_path, name, kind):
         checkpoint.restore(tmp_path / "a")
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_damage_is_told_to_all_ranks(strategy, folder, rank):
     w = variable(strategy, np.arange(100.0))
     checkpoint = mpidist.Checkpoint(w=w)

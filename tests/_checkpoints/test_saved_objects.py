@@ -8,14 +8,16 @@ import random
 import numpy as np
 import pytest
 from checkpoint_objects import Iterator
-from replicas import raises_everywhere
+from replicas import (
+    on_ranks,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist._checkpoints import manifest
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 @pytest.mark.parametrize("kind", ["PCG64", "MT19937", "Philox", "SFC64"])
 def test_generators_of_all_kinds(strategy, folder, kind):
     rng = np.random.Generator(getattr(np.random, kind)(1))

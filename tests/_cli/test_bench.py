@@ -10,7 +10,10 @@ from argparse import ArgumentTypeError
 import numpy as np
 import pytest
 from launching import run_ranks
-from replicas import slow
+from replicas import (
+    core_by_mpi,
+    slow,
+)
 
 from mpidist import _cli
 from mpidist._cli import bench_command
@@ -122,8 +125,7 @@ def bench(job):
     made.strategy.close()
 
 
-@pytest.mark.mpi
-@pytest.mark.core
+@core_by_mpi
 def test_calls_take_turns_and_all_ranks_agree(bench):
     seen: list[str] = []
     comm = bench.job.comm
@@ -162,8 +164,7 @@ def test_what_is_undone_is_called_once_in_each_sample(bench):
     assert len(done) == len(undone) > timing.samples
 
 
-@pytest.mark.mpi
-@pytest.mark.core
+@core_by_mpi
 @pytest.mark.parametrize("expected", [1, [1.0, np.ones(3)]], ids=["number", "list"])
 def test_a_wrong_result_on_one_rank_raises_on_all(bench, expected):
     last = bench.job.size - 1

@@ -8,6 +8,7 @@ import pytest
 from replicas import (
     all_reduce,
     context,
+    core_by_mpi,
     everywhere,
     needs_core,
     own,
@@ -23,7 +24,6 @@ from mpidist._strategy.strategy import group_of
 
 Options = mpidist.experimental.CommunicationOptions
 mpi = pytest.mark.mpi
-core = pytest.mark.core
 
 # --- formats, in one process ----------------------------------------------------------
 
@@ -128,8 +128,7 @@ def test_errors_are_fed_back_and_those_of_infinities_are_not_kept(scheme, poison
 # --- between nodes --------------------------------------------------------------------
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_compression_where_some_ranks_have_a_gpu(
     nodes, new_strategy, rank, size, monkeypatch, dtype
@@ -146,8 +145,7 @@ def test_compression_where_some_ranks_have_a_gpu(
     np.testing.assert_array_equal(backend.to_host(found), np.full(100_000, 3 * size))
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("scheme", ["fp16", "bf16"])
 def test_compressed_sums_are_close_and_the_same_everywhere(
     nodes, on_nodes, rank, size, scheme
@@ -183,8 +181,7 @@ def test_compressed_sums_are_close_and_the_same_everywhere(
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-3)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_only_sums_of_floats_are_compressed(on_nodes, rank, size):
     strategy = on_nodes(compression="bf16")
     ints = np.arange(100_000) * 1_001 + rank
@@ -200,8 +197,7 @@ def test_only_sums_of_floats_are_compressed(on_nodes, rank, size):
         assert found[0] == x[0] + ((size - 1 if op == "MAX" else 0) - rank) * 2.0**-12
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("packed", [False, True])
 def test_error_feedback_makes_up_for_what_was_lost(on_nodes, rank, size, packed):
     strategy = on_nodes(compression="bf16", error_feedback=True)
@@ -226,8 +222,7 @@ def test_error_feedback_makes_up_for_what_was_lost(on_nodes, rank, size, packed)
     assert len({*everywhere(total.tobytes())}) == 1
 
 
-@mpi
-@core
+@core_by_mpi
 @needs_core
 def test_options_of_compression_that_differ_raise_on_all_ranks(
     on_nodes, rank, size, monkeypatch

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replicas import all_reduce, everywhere
+from replicas import (
+    all_reduce,
+    core_by_mpi,
+    everywhere,
+)
 
 from mpidist import _native
 
-mpi = pytest.mark.mpi
 core = pytest.mark.core
 pytestmark = pytest.mark.skipif(  # it sets the state
     not _native.available(), reason="the native core is not built"
@@ -72,8 +75,7 @@ def arrays_of(rank: int, count: int, dtype: str) -> np.ndarray:
     return x.astype(dtype)
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("state", ["flushes", "rounds up"])
 @pytest.mark.parametrize("simulated", ["1", "2", "3"])
 @pytest.mark.parametrize("implementation", ["AUTO", "DIRECT"])

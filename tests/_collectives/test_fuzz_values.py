@@ -29,7 +29,13 @@ from typing import Any
 import numpy as np
 import posing
 import pytest
-from replicas import context, everywhere, fuzz_seeds
+from replicas import (
+    context,
+    core_by_mpi,
+    core_on_ranks,
+    everywhere,
+    fuzz_seeds,
+)
 
 import mpidist
 from mpidist._base import backend
@@ -475,15 +481,12 @@ class Calls:
         return "" if error is not None else f"{op} with fault {kind} did not raise"
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 def test_all_ways_give_the_same(new_strategy):
     _run(new_strategy)
 
 
-@pytest.mark.mpi
-@pytest.mark.core
+@core_by_mpi
 @pytest.mark.parametrize("where", ["gpu", "mixed"])
 @pytest.mark.parametrize("order", ["late", "random"])
 def test_all_ways_give_the_same_with_a_gpu(new_strategy, monkeypatch, where, order):

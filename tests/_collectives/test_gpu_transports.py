@@ -13,7 +13,15 @@ import warnings
 import numpy as np
 import posing
 import pytest
-from replicas import all_reduce, context, local, needs_core, no_room, raises_everywhere
+from replicas import (
+    all_reduce,
+    context,
+    core_by_mpi,
+    local,
+    needs_core,
+    no_room,
+    raises_everywhere,
+)
 
 import mpidist
 from mpidist._base.gpus import Device
@@ -89,8 +97,7 @@ def check(pairs):
 COUNTS = [0, 1, 1000, 16 * 1024, 40_001, 5 * PIECE // 4 + 3]
 
 
-@mpi
-@core
+@core_by_mpi
 def test_copies_of_one_rank(cupy, staged, rank, size):
     pairs = []
     for root in range(size):
@@ -101,8 +108,7 @@ def test_copies_of_one_rank(cupy, staged, rank, size):
     check(pairs)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_a_broadcast_does_not_overtake_a_kernel(cupy, staged, rank, size):
     """Ranks that only receive wait for the kernels that still use the memory."""
     pairs = []
@@ -117,8 +123,7 @@ def test_a_broadcast_does_not_overtake_a_kernel(cupy, staged, rank, size):
     check(pairs)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_all_gathers_of_unequal_parts(cupy, staged, rank, size):
     pairs = []
     for sizes in ([0] * 4, [3, 0, 70_001, 5], [50_000] * 4, [1, 2, 3, 100_000]):
@@ -132,8 +137,7 @@ def test_all_gathers_of_unequal_parts(cupy, staged, rank, size):
     check(pairs)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_a_call_on_another_stream_waits_for_the_buffers(cupy, new_strategy, size):
     """Leaves are packed into a buffer that is kept, whichever stream is current."""
     strategy = new_strategy(device="gpu", implementation="STAGED")
@@ -150,8 +154,7 @@ def test_a_call_on_another_stream_waits_for_the_buffers(cupy, new_strategy, size
             np.testing.assert_array_equal(one.seen, counting(k, n) * size)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     strategy = new_strategy(device="gpu", implementation="DIRECT")
     direct = group_of(strategy).collectives.resources.transports.device
@@ -259,8 +262,7 @@ def own_gpus(monkeypatch, nccl, size):
     return posing.install(monkeypatch, num_devices=size, nccl=nccl)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_nccl_moves_what_it_has_types_for(own_gpus, nccl, new_strategy, rank, size):
     strategy = new_strategy(implementation="NCCL")
     transports = group_of(strategy).collectives.resources.transports
@@ -297,8 +299,7 @@ def test_nccl_moves_what_it_has_types_for(own_gpus, nccl, new_strategy, rank, si
     check([*pairs, (found, np.zeros(0))])
 
 
-@mpi
-@core
+@core_by_mpi
 def test_nccl_copies(own_gpus, nccl, new_strategy, rank, size):
     strategy = new_strategy(implementation="NCCL")
     xp = strategy.array_module
@@ -324,8 +325,7 @@ def test_nccl_copies(own_gpus, nccl, new_strategy, rank, size):
     assert "broadcast" in names
 
 
-@mpi
-@core
+@core_by_mpi
 def test_nccl_is_queued_on_the_current_stream(own_gpus, new_strategy, rank, size):
     strategy = new_strategy(implementation="NCCL")
     transport = group_of(strategy).collectives.resources.transports.device
@@ -340,8 +340,7 @@ def test_nccl_is_queued_on_the_current_stream(own_gpus, new_strategy, rank, size
     check(pairs)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_nccl_is_given_back(own_gpus, nccl, new_strategy):
     strategy = new_strategy(implementation="NCCL")
     assert nccl.open == 1
@@ -432,8 +431,7 @@ def test_that_warning_as_an_error_is_raised_on_all_ranks(monkeypatch, rank, size
             assert "NCCL does not load on rank 0" in text
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("id_type", [bytes, tuple])
 def test_the_id_of_nccl_is_passed_on_as_it_is(
     monkeypatch, new_strategy, id_type, rank, size
@@ -595,8 +593,7 @@ def test_choices_that_can_not_be(found, message):
         decide(found, nodes_of(found))
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize(
     ("asked", "variables", "says", "way", "reason"),
     [

@@ -15,6 +15,7 @@ from replicas import (
     assert_guards_and_merges,
     assert_reduces_nests,
     context,
+    core_by_mpi,
     everywhere,
     make,
     needs_core,
@@ -46,8 +47,7 @@ def sum_by_nodes(nodes, count, dtype):
     return sums
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("gathers", [None, False, True])
 def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, gathers, monkeypatch):
     """Between two nodes in their order, of more in MPI's, if MPI adds."""
@@ -87,14 +87,12 @@ def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, gathers, monkeypatch
         assert x.tobytes() == before.tobytes()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_nests_of_all_kinds(on_nodes, strategy, rank):
     assert_reduces_nests(on_nodes(), strategy, rank)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_half_floats_are_summed_in_float32(on_nodes, size):
     """1 + 2**-11 is no float16, so sums that round at each step lose what is small."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -110,8 +108,7 @@ def test_half_floats_are_summed_in_float32(on_nodes, size):
             assert (total == expected).all()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_the_guard_and_merge_calls_work_between_nodes(on_nodes, rank, size):
     assert_guards_and_merges(on_nodes(), rank, size)
 
@@ -142,8 +139,7 @@ def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away, monkeypatch
     assert all(f"rank {missing} did not reach" in message for message in messages)
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("whom", ["first", "last"])
 def test_an_interrupt_between_nodes_ends_the_call_everywhere(
     on_nodes, rank, size, whom, monkeypatch
@@ -175,8 +171,7 @@ def test_an_interrupt_between_nodes_ends_the_call_everywhere(
         strategy.run(reduce)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_a_signal_while_the_core_moves_data_ends_the_call_everywhere(
     new_strategy, nodes, rank, size
 ):
@@ -258,8 +253,7 @@ def test_a_gather_inside_another_is_refused_and_the_first_goes_on(
     strategy.run(gather)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
     on_nodes, nodes, rank, size, monkeypatch
 ):
@@ -288,8 +282,7 @@ def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
     assert kept or not is_hit
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("scheme", ["fp16", "none"])
 def test_floating_point_errors_of_the_user_do_not_reach_into_a_call(
     on_nodes, rank, size, scheme
@@ -301,8 +294,7 @@ def test_floating_point_errors_of_the_user_do_not_reach_into_a_call(
     np.testing.assert_allclose(found, size * x, atol=1e-6)
 
 
-@mpi
-@core
+@core_by_mpi
 @needs_core
 def test_bytes_of_small_nests_are_counted_without_padding(nodes, new_strategy):
     strategy = new_strategy()
@@ -313,8 +305,7 @@ def test_bytes_of_small_nests_are_counted_without_padding(nodes, new_strategy):
     assert after - before == 17
 
 
-@mpi
-@core
+@core_by_mpi
 def test_what_goes_by_nodes_unless_asked_otherwise(
     nodes, new_strategy, rank, size, monkeypatch
 ):
@@ -350,8 +341,7 @@ def test_what_goes_by_nodes_unless_asked_otherwise(
     assert not made
 
 
-@mpi
-@core
+@core_by_mpi
 def test_one_rank_alone_gets_the_sums_of_nodes(on_nodes, rank, size):
     strategy = on_nodes()
     x = sample(rank, 100_000, "float64")
@@ -366,8 +356,7 @@ def test_one_rank_alone_gets_the_sums_of_nodes(on_nodes, rank, size):
         assert own(strategy, found) == pytest.approx(float(np.sum(sum(values))))
 
 
-@mpi
-@core
+@core_by_mpi
 def test_the_short_way_meets_the_long_one(nodes, new_strategy, rank, size):
     """Ranks may differ in what lies where, and still make the same call."""
     strategy = new_strategy()
@@ -409,8 +398,7 @@ def test_simulated_nodes_that_differ_between_ranks(monkeypatch, rank, size):
 # --- data behind a header -------------------------------------------------------------
 
 
-@mpi
-@core
+@core_by_mpi
 def test_an_array_that_one_rank_has_transposed_is_gathered(on_nodes, rank, size):
     """It goes by Python there, and by the core alone on the others."""
     strategy = on_nodes()
@@ -423,8 +411,7 @@ def test_an_array_that_one_rank_has_transposed_is_gathered(on_nodes, rank, size)
             np.testing.assert_array_equal(own(strategy, found), expected)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_nothing_behind_the_end_of_an_array_is_read(on_nodes, rank, size):
     """The array ends where the next page cannot be read."""
     strategy, page = on_nodes(), mmap.PAGESIZE
@@ -444,8 +431,7 @@ def test_nothing_behind_the_end_of_an_array_is_read(on_nodes, rank, size):
         assert libc.mprotect(last, ctypes.c_size_t(page), 3) == 0
 
 
-@mpi
-@core
+@core_by_mpi
 def test_a_nest_whose_dtypes_alternate(on_nodes, size):
     """More runs of leaves of one dtype than collectives may be in progress."""
     strategy = on_nodes()
@@ -455,8 +441,7 @@ def test_a_nest_whose_dtypes_alternate(on_nodes, size):
         assert all((x == size).all() for x in totals)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_memory_of_data_in_progress_outlives_another_plan(on_nodes, size):
     """Plans grow the memory that they share, which a call in progress may use."""
     strategy = on_nodes()

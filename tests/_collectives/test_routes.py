@@ -22,6 +22,7 @@ from replicas import (
     assert_guards_and_merges,
     assert_reduces_nests,
     context,
+    core_by_mpi,
     everywhere,
     local,
     needs_core,
@@ -68,8 +69,7 @@ def channel_of(strategy):
     return None if node is None else node.channel
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD"])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, dtype, op):
@@ -93,8 +93,7 @@ def test_results_are_those_in_the_order_of_the_ranks(shared, rank, size, dtype, 
             assert channel.results_in_arena == before + 3
 
 
-@mpi
-@core
+@core_by_mpi
 def test_a_nest_of_many_dtypes_and_sizes(shared, rank, size):
     channel = channel_of(shared)
     before = channel.results_in_arena if channel else 0
@@ -120,8 +119,7 @@ def test_a_nest_of_many_dtypes_and_sizes(shared, rank, size):
         assert channel.results_in_arena == before + 2
 
 
-@mpi
-@core
+@core_by_mpi
 def test_results_stay_as_they_are_for_as_long_as_they_are_kept(shared, rank, size):
     """Slots of the arena, views of them and their order differ from rank to rank."""
     rng = random.Random(rank)
@@ -146,8 +144,7 @@ def test_results_stay_as_they_are_for_as_long_as_they_are_kept(shared, rank, siz
             assert (view[1::2] == rank).all()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_results_outlive_their_strategy(new_strategy, rank, size):
     strategy = new_strategy(implementation=SHARED)
     x = np.full(30_000, rank + 1.0)
@@ -202,14 +199,12 @@ def test_update_reads_what_was_reduced(shared, rank, size):
     assert (variable.numpy() == 20 * size * (size + 1) / 2).all()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_nests_of_all_kinds(shared, strategy, rank):
     assert_reduces_nests(shared, strategy, rank)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_the_guard_and_merge_calls(shared, rank, size):
     assert_guards_and_merges(shared, rank, size)
 
@@ -228,8 +223,7 @@ def test_a_rank_that_stays_away(new_strategy, rank, size):
     raises_everywhere(mpidist.CollectiveTimeoutError, lambda: strategy.run(late))
 
 
-@mpi
-@core
+@core_by_mpi
 @needs_core
 def test_strategies_that_are_made_and_closed_leave_nothing(size, files_made):
     def mapped():
@@ -258,8 +252,7 @@ def test_options_that_differ_between_ranks(rank, size):
         mpidist.MPIStrategy(communication_options=options)
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("count", [1, 5000, 300_000])
 def test_overflow_is_infinite_and_no_error(strategy, rank, size, count):
     """As in MPI, whatever `numpy.errstate` says, on whatever rank."""
@@ -270,8 +263,7 @@ def test_overflow_is_infinite_and_no_error(strategy, rank, size, count):
             assert (total == (x[0] if size == 1 else np.inf)).all()
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("count", [1, 5000])
 def test_ranks_may_go_different_ways_through_one_call(shared, rank, size, count):
     """What is the same call may be a plain array on one rank, and none on another."""
@@ -306,8 +298,7 @@ class Subclass(np.ndarray):
 # --- places and sources -------------------------------------------------------------
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.usefixtures("one_node")
 def test_a_rank_without_room_takes_all_ranks_the_other_way(
     new_strategy, rank, size, monkeypatch
@@ -442,8 +433,7 @@ def test_files_of_killed_processes_are_unlinked(monkeypatch, tmp_path):
 STEPS = ["make_file", "map_file", "connect"]
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("step", STEPS)
 def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
     new_strategy, rank, size, monkeypatch, step
@@ -472,8 +462,7 @@ def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
         assert all("no room here" in message for message in messages)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_memory_is_unlinked_at_once(files_made, shared, rank, size):
     everywhere(None)
     assert rank or len(files_made) == (size > 1)

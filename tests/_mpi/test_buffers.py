@@ -18,6 +18,7 @@ from replicas import (
     SHARED,
     all_reduce,
     context,
+    core_by_mpi,
     everywhere,
     make,
     merge,
@@ -102,8 +103,7 @@ COUNTS = [0, 1, 3, 700, 20_001]
 DTYPES = ["float64", "float32", "int32", "uint64", "complex128"]
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("op", ["SUM", "PROD", "MIN", "MAX"])
 def test_reductions(buffers, op):
     rank, size = buffers.rank, buffers.size
@@ -144,8 +144,7 @@ class Raises(Polls):
             raise InjectedError
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("algorithm", ["pieces", "exchanged pieces"])
 def test_a_wait_that_raises_leaks_the_memory_of_all_transfers(comm, algorithm):
     if comm.Get_size() == 1:
@@ -163,8 +162,7 @@ def test_a_wait_that_raises_leaks_the_memory_of_all_transfers(comm, algorithm):
         assert all(reference() is not None for reference in kept)
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("most", [2**31 - 2**20, 512])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "complex128"])
 def test_copies(comm, most, dtype):
@@ -228,8 +226,7 @@ class Older:
         return refuses
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("raises", [False, True])
 def test_whether_mpi_has_persistent_collectives(raises, monkeypatch):
     from mpi4py import MPI
@@ -247,8 +244,7 @@ def test_the_persistent_collectives_of_mpich_4_0_are_not_used(monkeypatch):
     assert not between._has_persistent.__wrapped__()
 
 
-@mpi
-@core
+@core_by_mpi
 @needs_core
 @pytest.mark.parametrize("few", [8, 0], ids=["rows", "merged"])
 @pytest.mark.parametrize("kind", ["new", "old"])
@@ -279,8 +275,7 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
     headers.free()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_headers_without_the_core(comm, monkeypatch):
     monkeypatch.setattr(_native, "core", None)
     rank, size = comm.Get_rank(), comm.Get_size()
@@ -308,8 +303,7 @@ def test_headers_without_the_core(comm, monkeypatch):
     ranks.drop()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_a_signal_does_not_come_between_a_header_and_its_count(monkeypatch):
     """Whatever instruction an exception comes at: a restore relies on the count."""
     from mpi4py import MPI
@@ -355,8 +349,7 @@ def test_a_signal_does_not_come_between_a_header_and_its_count(monkeypatch):
     ranks.drop()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_payloads_of_ranks_whose_arrays_lie_otherwise(new_strategy, rank, size):
     """What the memory of an array is like decides nothing."""
     strategy = new_strategy(implementation=DIRECT)
@@ -371,8 +364,7 @@ def test_payloads_of_ranks_whose_arrays_lie_otherwise(new_strategy, rank, size):
         np.testing.assert_array_equal(found, expected)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_many_ranks_let_mpi_merge_their_headers(new_strategy, rank, size, monkeypatch):
     monkeypatch.setattr(between, "FEW", 0)
     strategy = new_strategy(implementation=DIRECT)
@@ -391,8 +383,7 @@ def test_many_ranks_let_mpi_merge_their_headers(new_strategy, rank, size, monkey
 # --- integers -------------------------------------------------------------------------
 
 
-@mpi
-@core
+@core_by_mpi
 @pytest.mark.parametrize("op", ["SUM", "PROD"])
 @pytest.mark.parametrize("implementation", [DIRECT, SHARED])
 @pytest.mark.parametrize(

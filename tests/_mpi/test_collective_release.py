@@ -7,7 +7,14 @@ import weakref
 
 import numpy as np
 import pytest
-from replicas import SHARED, context, everywhere, next_communicator, own
+from replicas import (
+    SHARED,
+    context,
+    core_by_mpi,
+    everywhere,
+    next_communicator,
+    own,
+)
 
 import mpidist
 from mpidist import _native
@@ -103,8 +110,7 @@ def options(implementation=SHARED):
     )
 
 
-@mpi
-@core
+@core_by_mpi
 def test_a_closed_strategy_gives_all_back(strategy, size):
     release_unused(strategy)
     count, mapped, handles = collective_release.count(), segments(), []
@@ -118,8 +124,7 @@ def test_a_closed_strategy_gives_all_back(strategy, size):
     assert len({*handles[2:]}) == 1, handles
 
 
-@mpi
-@core
+@core_by_mpi
 def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
     release_unused(strategy)
     count, mapped = collective_release.count(), segments()
@@ -141,8 +146,7 @@ def test_strategies_that_are_dropped_leak_nothing(strategy, rank, size):
     assert (collective_release.count(), segments()) == (count, mapped)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_groups_of_ranks(strategy, rank, size):
     from mpi4py import MPI
 
@@ -169,8 +173,7 @@ def test_groups_of_ranks(strategy, rank, size):
     pairs.Free()
 
 
-@mpi
-@core
+@core_by_mpi
 def test_what_one_rank_still_uses_stays_on_all(strategy, rank, size):
     release_unused(strategy)
     count = collective_release.count()
@@ -196,8 +199,7 @@ def test_one_that_could_not_be_made_is_given_back(strategy):
     assert collective_release.count() == count
 
 
-@mpi
-@core
+@core_by_mpi
 def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
     needs_one_node(strategy)
     release_unused(strategy)
@@ -219,8 +221,7 @@ def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
     assert (collective_release.count(), segments()) == (count, mapped)
 
 
-@mpi
-@core
+@core_by_mpi
 def test_buffers_that_are_dropped_give_their_memory_back(strategy, new_strategy, rank):
     needs_one_node(strategy)
     one = new_strategy(implementation=SHARED)

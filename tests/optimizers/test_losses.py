@@ -3,11 +3,14 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from replicas import core_on_ranks, from_replicas, own
+from replicas import (
+    core_on_ranks,
+    from_replicas,
+    on_ranks,
+    own,
+)
 
 import mpidist
-
-mpi = pytest.mark.mpi
 
 
 def test_average_loss_of_one_replica():
@@ -128,8 +131,7 @@ def test_shares_of_the_loss_add_up(strategy, rank, size):
     assert strategy.reduce("SUM", strategy.run(uneven), None) == pytest.approx(3)
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_a_wrong_batch_on_one_rank_is_raised_on_all(strategy, rank, size):
     def step():
         wrong = rank == size - 1

@@ -6,7 +6,12 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from replicas import assert_equal_copies, core_on_ranks, own
+from replicas import (
+    assert_equal_copies,
+    core_on_ranks,
+    on_ranks,
+    own,
+)
 
 import mpidist
 from mpidist._strategy.strategy import group_of
@@ -140,8 +145,7 @@ def test_one_fused_reduction_and_nothing_else(strategy, size):
             assert moved in ({}, {"Iallreduce": 1})
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_in_merge_fn_it_is_one_command(strategy, size):
     with strategy.scope():
         variables = [mpidist.Variable(np.ones(k)) for k in (3, 400)]
@@ -206,8 +210,7 @@ def test_the_first_apply_may_be_anywhere(strategy, size):
         assert_equal_copies(strategy, [w, *optimizer.variables])
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 @pytest.mark.parametrize("culprit", ["first", "last"])
 @pytest.mark.parametrize("call", ["build", "apply_gradients"])
 @pytest.mark.one_size
@@ -232,8 +235,7 @@ def test_bad_arguments_outside_every_scope_are_told(
     optimizer.apply_gradients([(np.ones(3), variable)])
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_build_may_be_anywhere(strategy):
     def in_replica(optimizer, w):
         strategy.run(lambda: optimizer.build([w]))
@@ -285,8 +287,7 @@ def fail(_):
 @pytest.mark.parametrize(
     "wrong", [None, lambda x: x.numpy()[:1], lambda x: x + 1, fail]
 )
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_cross_device_ops_of_the_user(size, wrong):
     options = mpidist.experimental.CommunicationOptions(timeout_seconds=60)
     ops = Halving()
@@ -311,8 +312,7 @@ def test_cross_device_ops_of_the_user(size, wrong):
     strategy.close()
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 @pytest.mark.one_size
 def test_indexed_slices_are_refused(strategy):
     a, _ = two_variables(strategy)
@@ -450,8 +450,7 @@ WRONG = {
 
 @pytest.mark.parametrize("built", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("what", WRONG)
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_a_mistake_on_one_rank_is_raised_on_all(
     strategy, new_strategy, rank, size, what, built
 ):
@@ -520,8 +519,7 @@ def test_mistakes_in_merge_fn_and_at_program_level(strategy, rank, size):
         optimizer.build([a])
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 @pytest.mark.one_size
 def test_an_optimizer_of_merge_fn_is_refused(strategy):
     def merge_fn(strategy):
@@ -555,8 +553,7 @@ def test_other_numbers_of_optimizers_are_found(strategy, rank, size):
     assert (kept is None) == (rank == 0)
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 @pytest.mark.one_size
 def test_plain_variables_under_a_strategy_are_refused(strategy):
     w = mpidist.Variable(np.ones(2), name="w")
@@ -571,8 +568,7 @@ def test_plain_variables_under_a_strategy_are_refused(strategy):
         strategy.run(lambda: optimizer.apply_gradients([(ONE, a)]))
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 @pytest.mark.one_size
 def test_slots_stay_equal_if_they_are_assigned_in_a_replica_function(strategy, rank):
     a, _ = two_variables(strategy)
@@ -586,8 +582,7 @@ def test_slots_stay_equal_if_they_are_assigned_in_a_replica_function(strategy, r
     assert_equal_copies(strategy, [slot])
 
 
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_without_a_guard(new_strategy, size):
     strategy = new_strategy(guard=False)
     a, b = two_variables(strategy)
@@ -598,8 +593,7 @@ def test_without_a_guard(new_strategy, size):
 
 
 @pytest.mark.parametrize("bytes_per_pack", [0, 64])
-@mpi
-@pytest.mark.replicas(2, 3)
+@on_ranks
 def test_dtypes_and_packs(new_strategy, rank, size, bytes_per_pack):
     strategy = new_strategy(bytes_per_pack=bytes_per_pack)
     dtypes = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.longdouble]

@@ -25,7 +25,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import FIRST, MEAN, NONE, ON_READ, SUM, everywhere, fuzz_seeds
+from replicas import (
+    FIRST,
+    MEAN,
+    NONE,
+    ON_READ,
+    SUM,
+    core_on_ranks,
+    everywhere,
+    fuzz_seeds,
+)
 
 import mpidist
 from mpidist._base import threads
@@ -600,9 +609,7 @@ def _check(world: World, program: Program, name: str, text: str) -> str:
     return "\n".join([*problems, str(program), *parts])
 
 
-@pytest.mark.mpi
-@pytest.mark.replicas(2, 3)
-@pytest.mark.core
+@core_on_ranks
 @pytest.mark.parametrize("start", fuzz_seeds(DEFAULT_SEEDS)[::SEEDS_PER_TEST])
 def test_no_program_hangs_or_diverges(new_strategy, start, tmp_path_factory):
     folder = everywhere(str(tmp_path_factory.mktemp("fuzz")))[0]

@@ -25,7 +25,14 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from launching import ROOT, run_ranks
-from replicas import context, own, raises_everywhere, slow, wait_for_reports
+from replicas import (
+    context,
+    core_by_mpi,
+    own,
+    raises_everywhere,
+    slow,
+    wait_for_reports,
+)
 
 import mpidist
 from mpidist import _native
@@ -248,8 +255,7 @@ def test_a_core_that_does_not_load_is_missing(
 # --- some ranks have it ---------------------------------------------------------------
 
 
-@pytest.mark.mpi
-@pytest.mark.core
+@core_by_mpi
 def test_where_one_rank_lacks_it_all_go_by_mpi(
     new_strategy, rank, size, monkeypatch, caplog
 ):
