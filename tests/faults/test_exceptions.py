@@ -159,8 +159,10 @@ def test_ctrl_c_that_the_program_catches(new_strategy, rank, size, last, where):
         return
     others = rows[:-1] + outcomes(lambda: strategy.run(lambda: None))
     assert {row.name for row in others} == {"CollectiveTimeoutError"}
+    place = "at the end of run(" if where == "run" else "in "
     for row in others:
-        assert f"rank {last} was interrupted by KeyboardInterrupt in " in row.message
+        assert f"was interrupted by KeyboardInterrupt {place}" in row.message
+        assert f"] rank {last} was interrupted" in row.message
 
 
 def test_a_rank_that_gives_up_after_its_part_of_a_call_does_not_end_it(
