@@ -110,6 +110,7 @@ class CoreReduce(Plan):
         self._nest = nest = signature.nest
         self._shapes = nest.shapes
         self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
+        self._casts = self._dtypes != [dtype for _, dtype in nest.shapes]
         self._plain = nest.is_plain
         self._exchange: Callable[..., Any] = core.eager
         self._to_root = signature.root is not None
@@ -149,7 +150,7 @@ class CoreReduce(Plan):
                 raise self._guard.fail(call, error) from None
             results = self._run(sources, call, timeout)
             assert results is not None
-        if not self._nest.casts or not self._wanted:
+        if not self._casts or not self._wanted:
             return results
         with np.errstate(all="ignore"), _native.DefaultFloatState():
             return [
