@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final
 
-from mpidist._base.errors import CheckpointError
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
 from mpidist._checkpoints.restoring import listed
@@ -49,7 +48,7 @@ class Remainder:
     def __init__(
         self,
         objects: MutableMapping[str, Any],
-        restore: Callable[[Remainder, list[Item]], list[LaterItem]],
+        restore: Callable[[Remainder, list[Item]], None],
         group: ReplicaGroup,
         path: str,
     ) -> None:
@@ -105,20 +104,23 @@ class Remainder:
         # The program sets a pytree to save it: perhaps it is a newer one.
         if items := [x for x in found if not getattr(x, "is_held", False)]:
             try:
-                self.later += self._restore(self, items)
+                self._restore(self, items)
             except Exception as error:
                 names = listed([item.name for item in items])
                 error.add_note(f"{names}: attached after `Checkpoint.restore`")
-                if isinstance(error, CheckpointError):  # on all ranks; not again
-                    self._lose(self._names_of(items))
                 raise
-            self.names -= self._names_of(items)
 
-    def _names_of(self, items: Iterable[Item]) -> set[str]:
-        """Return the names of what is left for some items."""
+    def take(self, items: Iterable[Item]) -> set[str]:
+        """Return the names of what is left for some items, which is `lost` now.
+
+        Called on all ranks, so that it is the same on all if one of them raises.
+        """
         found = {item.name for item in items}
         later = (item for item in items if isinstance(item, LaterItem))
-        return found.union(*(item.arrays(self.names) for item in later)) & self.names
+        found.update(*(item.arrays(self.names) for item in later))
+        found &= self.names
+        self._lose(found)
+        return found
 
     def waiting(self, items: Iterable[Item]) -> list[Item]:
         """Return the items that this restore would have restored, had it met them."""
@@ -162,11 +164,11 @@ class Remainder:
 
     def warn(self) -> None:
         """Warn, on rank 0, of objects that were attached unnoticed; once."""
-        if self.reader is None or not self.names:
+        if not self.names:
             return
         items = self.waiting(contents.collect(self._objects, "later"))
-        self._lose(self._names_of(items))
-        if items:
+        self.take(items)
+        if items and self.reader is not None:
             warnings.warn(
                 f"Checkpoint.restore: {unnoticed([item.name for item in items])}",
                 RuntimeWarning,
@@ -182,8 +184,7 @@ def unnoticed(names: list[str]) -> str:
     return (
         f"not restored, although in the checkpoint: {listed(names)}; attached after "
         "the restore, to a list, a dict or another object that tells nothing, or a "
-        "pytree. Write "
-        "`checkpoint.restore(path, partial=True)` once more, after that"
+        "pytree. Write `checkpoint.restore(path, partial=True)` once more, after that"
     )
 
 

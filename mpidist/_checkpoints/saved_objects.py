@@ -200,7 +200,7 @@ class SavedObjects:
         return restore
 
     @tells("Checkpoint.restore", operator.attrgetter("group"))
-    def _restore_more(self, rest: Remainder, items: list[Item]) -> list[LaterItem]:
+    def _restore_more(self, rest: Remainder, items: list[Item]) -> None:
         """Restore items that were attached after a restore. Collective."""
         group = _group_of(items, "Checkpoint.restore") or rest.group
         in_replica = context.is_in_replica(group)
@@ -208,8 +208,11 @@ class SavedObjects:
         with context.entered(frame) if in_replica else contextlib.nullcontext():
             call = CollectiveCall(group, "Checkpoint.restore")
             call.agree(f" of {{{', '.join(map(str, items))}}}, attached after it")
+            names = rest.take(items)
             put = self._read(call, items, lambda: rest.reader, True, rest)
-            return [] if put is None else put()[1]
+            assert put is not None
+            rest.later += put()[1]
+            rest.lost -= names
 
     def _read(
         self,

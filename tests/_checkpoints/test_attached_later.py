@@ -248,6 +248,8 @@ def test_a_list_tells_nothing(saved, folder, rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.save(folder / "other")
+    net.d = {"k": var(0)}
+    assert (net.l[0], net.d["k"]) == (0, 4)  # trained since, perhaps
     checkpoint.restore(saved, partial=True)
     assert net.l[0] == 2
     net.l.append(module(w=var(0)))
