@@ -130,6 +130,10 @@ class Adapter(abc.ABC):
     def restore(self, path: str, **objects: Any) -> None:
         """Restore objects."""
 
+    @abc.abstractmethod
+    def module(self) -> Any:
+        """Make a module without variables."""
+
     # --- computing --------------------------------------------------------------------
 
     @abc.abstractmethod

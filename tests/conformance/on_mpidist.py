@@ -95,7 +95,10 @@ class MPIDist(Adapter):
         return path
 
     def restore(self, path: str, **objects: Any) -> None:
-        mpidist.Checkpoint(**objects).restore(path)
+        mpidist.Checkpoint(**objects).restore(path, partial=True)
+
+    def module(self) -> Any:
+        return mpidist.Module()
 
     def sum(self, x: Any) -> Any:
         return np.sum(x)

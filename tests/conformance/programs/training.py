@@ -265,6 +265,22 @@ def checkpoint_optimizer(d):
 
 
 @saving.program
+def checkpoint_attached_later(d):
+    """Variables get their values when they are attached, in a list too."""
+    saved, net = d.module(), d.module()
+    saved.v, saved.l = d.in_scope([1.0, 2.0]), [d.in_scope(3.0)]
+    saved.inner = d.module()
+    saved.inner.v = d.on_read(4.0, "MEAN")
+    v, w, m = d.in_scope([0.0, 0.0]), d.in_scope(0.0), d.on_read(0.0, "MEAN")
+    net.inner = d.module()
+    with d.folder() as folder, d.strategy.scope():
+        d.restore(d.save(folder, net=saved), net=net)
+        before = d.copies(v)
+        net.v, net.l, net.inner.v = v, [w], m
+    return before, d.copies(v), d.copies(w), d.copies(m)
+
+
+@saving.program
 def checkpoint_of_another_shape(d):
     """A value of another shape cannot be restored."""
     v, w = d.in_scope([1.0, 2.0]), d.in_scope([1.0, 2.0, 3.0])
