@@ -54,8 +54,9 @@ class Remainder:
     ) -> None:
         """Note the objects, and the collective function that restores more of them."""
         self._objects, self._restore = objects, restore
-        self.group, self.path = group, path
-        self.number = next(_numbers)
+        self.group: ReplicaGroup = group
+        self.path: str = path
+        self.number: int = next(_numbers)
         self.saved: set[str] = set()
         self.names: set[str] = set()
         self.lost: set[str] = set()

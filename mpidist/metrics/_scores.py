@@ -98,7 +98,9 @@ class FBetaScore(_OfColumns):
         fits = threshold is None or 0 < threshold <= 1
         what = "`threshold` above 0, up to 1"
         expect(fits, call, what, threshold, error=ValueError)
-        self.average, self.beta, self.threshold = average, beta, threshold
+        self.average = average
+        self.beta: float = beta
+        self.threshold: float | None = threshold
         shape: tuple[int, ...] = ()
         if average != "micro":
             what = "`num_classes`, as variables are made before the first batch"
@@ -188,7 +190,7 @@ class R2Score(_OfColumns):
         what, fits = f"`class_aggregation` in {known}", class_aggregation in known
         expect(fits, "R2Score", what, class_aggregation, error=ValueError)
         self.class_aggregation = class_aggregation
-        self.num_regressors = as_int(
+        self.num_regressors: int = as_int(
             "R2Score", "num_regressors", num_regressors, least=0
         )
         columns = as_int("R2Score", "num_outputs", num_outputs, least=1)
