@@ -170,8 +170,8 @@ class R2Score(_OfColumns):
     Example::
 
         metric = mpidist.metrics.R2Score()
-        metric.update_state([[1.0], [4.0], [3.0]], [[2.0], [4.0], [4.0]])
-        metric.result()  # np.float64(0.5714285714285714)
+        metric.update_state([[1.0], [3.0]], [[1.5], [2.5]])
+        metric.result()  # np.float64(0.75)
     """
 
     _hint = "write `num_outputs=` with the number of columns"
