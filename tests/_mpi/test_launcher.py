@@ -77,10 +77,11 @@ def test_launchers(variables, expected):
         ("srun --mpi=none", "Open MPI v5.0.11, package: x", "`srun --mpi=pmix`"),
         ("srun --mpi=none", "MPICH Version:      5.0.2\nMPICH", "`srun --mpi=pmi2`"),
         ("mpirun of Open MPI", "MPICH Version: 5.0.2", "use the mpirun of the env"),
-        ("torchrun", "Open MPI v5.0.11", "`mpirun -n 4 python program.py` or `mpidist"),
+        ("torchrun", "Open MPI v5.0.11", "`mpirun -n 4 python train.py` or `mpidist"),
     ],
 )
-def test_the_text_says_what_to_write(launcher, library, cure):
+def test_the_text_says_what_to_write(monkeypatch, launcher, library, cure):
+    monkeypatch.setattr(sys, "argv", ["/home/me/train.py"])
     text = describe_alone(Launch(launcher, 2, 4), library)
     assert text.startswith(f"{launcher} started 4 processes")
     assert cure in text
