@@ -48,6 +48,7 @@ s/\bfrom tensorflow\.python\.util import nest\b/from mpidist import nest/
 s/^(\s*from mpidist import .*)\bDistributedVariable\b/\1Variable as DistributedVariable/
 s/\b((ds_)?values(_lib)?)\.DistributedVariable\b/\1.Variable/g
 s/^from tensorflow\.python\.eager import monitoring$/from unittest import mock; monitoring = mock.MagicMock()/
+s/^from tensorflow\.python\.util import deprecation$/import types; deprecation = types.SimpleNamespace(deprecated=lambda *_, **__: lambda func: func)/
 s/^(\s*)(from tensorflow\.[^(\\;]*|import tensorflow\.[^(\\;,]*)$/\1pass  # mpidist has no: \2/
 s/tf\.distribute\.cluster_resolver\./mpidist.cluster./g
 s/tf\.distribute\./mpidist./g
@@ -149,6 +150,7 @@ s/\.extended\._replica_ctx_all_reduce\(/ and mpidist.get_replica_context().all_r
 s/(\b\w+(\.\w+|\(\))*)\.extended\._in_multi_worker_mode\(\)/(\1.num_replicas_in_sync > 1)/g
 s/^(\s*)\w+(\.\w+)*\._create_hypers\(\) *(#.*)?$/\1pass/
 s/\._create_(all_weights|slots)\((var_list=)?/.build(/g
+s/(\.|\bdef )((non_)?trainable_)weights\b/\1\2variables/g
 s/\.get_shape\(\)/.shape/g
 s/(^|[^].[:alnum:]_])(\w+(\.\w+|\[[^][]*\])*)\.shape\.as_list\(\)/\1[*\2.shape]/g
 s/(^|[^].[:alnum:]_])\w+(\.\w+)*\.shape\.is_fully_defined\(\)/\1True/g

@@ -187,6 +187,11 @@ def push_global(frame: Frame | None) -> None:
     _stack.scope_is_global = frame is not None
 
 
+def in_global_scope() -> bool:
+    """Return whether this code is at program level, in the scope of `push_global`."""
+    return _stack.scope_is_global and len(_stack.frames) == 1
+
+
 def has_strategy() -> bool:
     """Return whether a strategy other than the default one is active.
 

@@ -40,7 +40,7 @@ class Reduction:
     Attributes:
         NONE: not at all: one loss per row, for `mpidist.compute_average_loss`.
         SUM: their sum.
-        SUM_OVER_BATCH_SIZE: their mean, which is refused in a strategy.
+        SUM_OVER_BATCH_SIZE: their mean; refused in scopes and replica functions.
         AUTO: the same.
     """
 
@@ -58,7 +58,8 @@ class Loss:
             "sum_over_batch_size" (also "auto", "mean"), which is their mean. In a
             strategy's scope and in replica functions the last is refused, as in
             TensorFlow: the mean over the rows of one replica is not its share of the
-            mean over all rows. Write "none", and `mpidist.compute_average_loss`.
+            mean over all rows. Write "none", and `mpidist.compute_average_loss`. At
+            program level, after `experimental_set_strategy`, it is allowed.
         name: of the loss.
         dtype: accepted and ignored.
 
@@ -109,7 +110,7 @@ class Loss:
 
         Raises:
             TypeError, ValueError: for invalid arguments.
-            ValueError: if the reduction is a mean and there is a strategy.
+            ValueError: if the reduction is a mean, in a scope or a replica function.
         """
         losses = self.call(y_true, y_pred)
         if not hasattr(losses, "dtype"):
@@ -130,7 +131,7 @@ class Loss:
         """Return the number of rows for a mean, else 1."""
         if self.reduction not in _MEANS:
             return 1
-        if context.has_strategy():
+        if context.has_strategy() and not context.in_global_scope():
             kind = type(self).__name__
             raise ValueError(
                 f"{kind}: reduction={self.reduction!r} is the mean over the rows of "

@@ -234,6 +234,23 @@ def test_a_mean_over_one_replica_is_refused(strategy):
         rows(REAL, from_replicas(strategy, lambda i: LOGITS))
 
 
+@pytest.mark.mpi
+@pytest.mark.replicas(2)
+def test_a_mean_at_program_level_after_experimental_set_strategy(strategy):
+    mean = losses.Huber()
+    mpidist.experimental_set_strategy(strategy)
+    try:
+        expected = losses.huber(REAL, LOGITS).mean()
+        assert mean(REAL, LOGITS) == pytest.approx(expected, rel=1e-6)
+        assert mean.gradient(REAL, LOGITS).shape == LOGITS.shape
+        with strategy.scope(), pytest.raises(ValueError, match="reduction='none'"):
+            mean(REAL, LOGITS)
+        with pytest.raises(ValueError, match="compute_average_loss"):
+            strategy.run(mean, args=(REAL, LOGITS))
+    finally:
+        mpidist.experimental_set_strategy(None)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_floats_of_16_bits_have_the_probability_1(library, name):

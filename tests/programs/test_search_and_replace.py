@@ -131,7 +131,8 @@ checkpoint = tf.train.Checkpoint(v=v)
 path = checkpoint.write(CHECKPOINTS)
 v.assign(np.zeros(3))
 checkpoint.read(path).assert_consumed()
-print(float(tf.reduce_sum(v)))
+loss = tf.keras.losses.MeanSquaredError()(tf.zeros([3]), v)
+print(float(tf.reduce_sum(v)), round(float(loss), 3))
 """
 
 
@@ -179,7 +180,7 @@ def test_a_program_without_a_strategy_that_saves_is_one_program(tmp_path):
     path = ported(COPIES, tmp_path)
     for n in (1, 3):
         done = run_ranks(n, [str(path)], timeout=100)
-        assert (done.returncode, done.stdout) == (0, "3.0\n" * n), done.stderr
+        assert (done.returncode, done.stdout) == (0, "3.0 1.667\n" * n), done.stderr
     lines = "print(__name__)\ntf.train.Checkpoint(v=v)\n"
     for program in (f"import tensorflow as tf\nstrategy = None\n{lines}", lines):
         assert "set_strategy" not in ported(program, tmp_path).read_text()
@@ -569,7 +570,13 @@ except tf.errors.InvalidArgumentError:
 def test_what_the_tutorials_and_models_of_tensorflow_write(tmp_path):
     program = """import tensorflow as tf
 from tensorflow.python.eager import monitoring
+from tensorflow.python.util import deprecation
 from tensorflow.python.util import nest
+
+@deprecation.deprecated(
+    None, 'Please use orbit.')
+def steps_to_run(step, steps_per_loop):
+  return min(20 - step, steps_per_loop)
 
 first_batch_gauge = monitoring.IntGauge('/tensorflow/training/first', 'time', 'type')
 first_batch_gauge.get_cell('start').set(3)
@@ -598,6 +605,7 @@ file = os.path.join(FOLDER, "model.weights.h5")
 net.save_weights(file)
 net.bias.assign(net.bias + 1.0)
 net.load_weights(filepath=file)
+counts = len(net.trainable_weights), len(net.non_trainable_weights)
 reader = tf.train.load_checkpoint(file)
 dtype_from_key = reader.get_variable_to_dtype_map()
 part = tf.train.Checkpoint(bias=tf.Variable(tf.zeros([5])))
@@ -614,8 +622,9 @@ total = tf.distribute.get_strategy().run(reduce_explicitly, args=([2.0],))
     exec(ported(program, tmp_path).read_text(), found)
     assert (found["callback"].epoch, found["flat"]) == (3, [1, 2])
     assert found["dtypes"] == {"fp32": np.float32, "bf16": "bfloat16"}
-    assert found["scale"] == 0.125
+    assert (found["scale"], found["steps_to_run"](15, 10)) == (0.125, 5)
     assert found["net"].bias.numpy().tolist() == [0.0] * 5
+    assert found["counts"] == (2, 0)
     assert found["dtype_from_key"] == {"model/bias": "f4", "model/kernel": "f4"}
     assert found["total"][0].values == (2.0,)
     with pytest.raises(AssertionError, match="kernel"):
