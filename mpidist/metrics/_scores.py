@@ -124,7 +124,7 @@ class FBetaScore(_OfColumns):
         more = self.beta**2
         scores = _ratio((1 + more) * tp, (1 + more) * tp + more * fn + fp)
         if self.average == "weighted":
-            return _ratio((scores * labels).sum(), labels.sum())[()]
+            return _ratio(np.sum(scores * labels), np.sum(labels))[()]
         return scores if self.average is None else np.mean(scores)
 
 
@@ -209,7 +209,7 @@ class R2Score(_OfColumns):
         squares, sums, residual, count, samples = (v.numpy() for v in self._weights[:5])
         with np.errstate(divide="ignore", invalid="ignore"):
             total = squares - sums * (sums / count)
-            scores = 1 - residual / total
+            scores: Any = 1 - residual / total
             scores[np.isinf(scores)] = 0.0
             if self.class_aggregation == "uniform_average":
                 scores = scores.mean()
