@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from mpidist.optimizers._arguments import array_functions, number
 # enough to keep it busy.
 HOST_BLOCK: Final = 1 << 15
 DEVICE_BLOCK: Final = 1 << 24
+_LIMITS: Final = ("clipnorm", "clipvalue", "global_clipnorm")
 _NOTHING: Final[Array] = np.empty(0)
 
 
@@ -78,17 +79,17 @@ def clip_by_global_norm(
     return structure.unflatten(clipped), norm
 
 
-def check_limits(kind: str, **limits: float | None) -> dict[str, float]:
-    """Return the limit of gradients that is not None, by its name.
+def check_limits(kind: str, settings: Mapping[str, object]) -> dict[str, float]:
+    """Return the limit of gradients among settings that is not None, by its name.
 
     Raises:
         TypeError, ValueError: if it is not one number greater than 0.
     """
-    given = {name: x for name, x in limits.items() if x is not None}
+    given = [name for name in _LIMITS if settings[name] is not None]
     if len(given) > 1:
         names = " and ".join(f"`{name}`" for name in given)
         raise ValueError(f"{kind}: got {names}; leave out all but one")
-    return {name: _limit(kind, name, x) for name, x in given.items()}
+    return {name: _limit(kind, name, settings[name]) for name in given}
 
 
 def scales_for(

@@ -23,7 +23,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
 import numpy as np
@@ -90,23 +90,23 @@ class Optimizer:
     restored on any number of ranks, sharded or not; each rank needs memory for it then.
     """
 
-    _slot_names: ClassVar[tuple[str, ...]] = ()
+    # The settings of a class: what a number has to be less than; None: a truth.
+    _limits: ClassVar[Mapping[str, float | None]] = {}
+    # The slots of each variable, with the setting that has to be given for one, or "".
+    _slots: ClassVar[Mapping[str, str]] = {}
     # By the formulas of Keras some slots have another meaning, and so another name.
-    _keras_slots: ClassVar[dict[str, str]] = {}
+    _keras_slots: ClassVar[Mapping[str, str]] = {}
     _as_keras = False
-    # Of the settings that are numbers: what they have to be less than.
-    _limits: ClassVar[dict[str, float]] = {}
 
     def __init__(
         self,
         learning_rate: LearningRate,
         name: str | None = None,
-        clipping: tuple[float | None, float | None, float | None] | None = None,
         shard_state: bool = False,
-        **settings: float,
+        **settings: float | None,
     ) -> None:
         kind = type(self).__name__
-        if clipping is None:
+        if not self._limits:
             raise TypeError(
                 f"{kind}: the constructor of `mpidist.optimizers.Optimizer` is not "
                 "Keras's. For other settings derive from an optimizer: write `class "
@@ -123,12 +123,10 @@ class Optimizer:
         self._name = name or kind.lower()
         self._shard_state = bool(shard_state)
         self._settings: dict[str, float] = {
-            key: _check_setting(kind, key, x, self._limits.get(key))
-            for key, x in settings.items()
+            key: _check_setting(kind, key, settings[key], limit)
+            for key, limit in self._limits.items()
         }
-        names = ("clipnorm", "clipvalue", "global_clipnorm")
-        given = dict(zip(names, clipping, strict=True))
-        self._clipping: dict[str, float] = check_limits(kind, **given)
+        self._clipping: dict[str, float] = check_limits(kind, settings)
         self._not_decayed: list[str] = []  # regular expressions
         self._not_decayed_variables: list[Variable] = []
         self._describe_settings()
@@ -161,8 +159,6 @@ class Optimizer:
         """
         self = cls(*args, **kwargs)
         self._as_keras = self._settings["of_keras"] = True
-        slots = (self._keras_slots.get(slot, slot) for slot in self._slot_names)
-        self._slot_names = tuple(slots)  # type: ignore[misc]
         self._describe_settings()
         return self
 
@@ -496,6 +492,15 @@ class Optimizer:
         inner = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         self._text = f"{type(self).__name__}({inner})"
 
+    @property
+    def _slot_names(self) -> tuple[str, ...]:
+        names = self._keras_slots if self._as_keras else {}
+        return tuple(
+            names.get(slot, slot)
+            for slot, setting in self._slots.items()
+            if not setting or self._settings[setting]
+        )
+
     def _decays(self, variable: Variable) -> bool:
         if any(variable is excluded for excluded in self._not_decayed_variables):
             return False
@@ -620,7 +625,7 @@ class Optimizer:
         state.share(given.variables, f"{APPLY} of {self._name}, sharing the parts")
 
 
-def _check_setting(kind: str, key: str, x: float, limit: float | None) -> float:
+def _check_setting(kind: str, key: str, x: object, limit: float | None) -> float:
     if limit is None:
         return bool(x)
     which = f"0 or more{f' and below {limit:g}' if limit < math.inf else ''}"

@@ -59,8 +59,9 @@ class SGD(Optimizer):
         weights.numpy()  # array([0.9, 1.8])
     """
 
-    _keras_slots: ClassVar[dict[str, str]] = {"momentum": "velocity"}
-    _limits: ClassVar[dict[str, float]] = {"momentum": 1.0, "weight_decay": math.inf}
+    _limits: ClassVar = {"momentum": 1.0, "nesterov": None, "weight_decay": math.inf}
+    _slots: ClassVar = {"momentum": "momentum"}
+    _keras_slots: ClassVar = {"momentum": "velocity"}
 
     @explain_keywords("SGD")
     def __init__(
@@ -79,21 +80,12 @@ class SGD(Optimizer):
         """Check the settings, without communication."""
         if nesterov and not momentum:
             raise ValueError("SGD: nesterov=True needs a `momentum` above 0")
-        super().__init__(
-            learning_rate,
-            name,
-            (clipnorm, clipvalue, global_clipnorm),
-            shard_state,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay or 0.0,
-        )
-        if momentum:
-            self._slot_names = ("momentum",)  # type: ignore[misc]
+        weight_decay = weight_decay or 0.0
+        Optimizer.__init__(**locals())
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         momentum, nesterov, decay, *_ = self._settings.values()
-        decay = decay if decays else 0.0
+        decay *= decays
         return (rate, momentum, float(nesterov), decay, float(self._as_keras))
 
     @staticmethod
@@ -158,13 +150,8 @@ class Adam(Optimizer):
         optimizer.iterations.numpy()  # array(1)
     """
 
-    _slot_names: ClassVar[tuple[str, ...]] = ("momentum", "velocity")
-    _limits: ClassVar[dict[str, float]] = {
-        "beta_1": 1.0,
-        "beta_2": 1.0,
-        "epsilon": math.inf,
-        "weight_decay": math.inf,
-    }
+    _limits: ClassVar = {"beta_1": 1.0, "beta_2": 1.0, "epsilon": math.inf}
+    _slots: ClassVar = {"momentum": "", "velocity": ""}
 
     @explain_keywords("Adam")
     def __init__(
@@ -181,18 +168,11 @@ class Adam(Optimizer):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        super().__init__(
-            learning_rate,
-            name,
-            (clipnorm, clipvalue, global_clipnorm),
-            shard_state,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            epsilon=epsilon,
-        )
+        Optimizer.__init__(**locals())
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         beta_1, beta_2, epsilon, *_ = self._settings.values()
+        decay = self._settings.get("weight_decay", 0.0) * decays
         correction = 1 / math.sqrt(1 - beta_2**step)
         return (
             1 - beta_1,
@@ -200,7 +180,7 @@ class Adam(Optimizer):
             correction,
             epsilon * correction if self._as_keras else epsilon,
             rate / (1 - beta_1**step),
-            1.0,
+            1 - rate * decay,
         )
 
     @staticmethod
@@ -246,6 +226,8 @@ class AdamW(Adam):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
+    _limits: ClassVar = {**Adam._limits, "weight_decay": math.inf}
+
     @explain_keywords("AdamW")
     def __init__(
         self,
@@ -262,20 +244,7 @@ class AdamW(Adam):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        super(Adam, self).__init__(
-            learning_rate,
-            name,
-            (clipnorm, clipvalue, global_clipnorm),
-            shard_state,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            epsilon=epsilon,
-            weight_decay=weight_decay,
-        )
-
-    def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
-        decay = self._settings["weight_decay"] if decays else 0.0
-        return (*super()._constants(step, rate, decays)[:-1], 1 - rate * decay)
+        Optimizer.__init__(**locals())
 
 
 class RMSprop(Optimizer):
@@ -314,12 +283,18 @@ class RMSprop(Optimizer):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
-    _keras_slots: ClassVar[dict[str, str]] = {"momentum": "increment"}
-    _limits: ClassVar[dict[str, float]] = {
+    _limits: ClassVar = {
         "rho": 1.0,
         "momentum": 1.0,
         "epsilon": math.inf,
+        "centered": None,
     }
+    _slots: ClassVar = {
+        "velocity": "",
+        "average_gradient": "centered",
+        "momentum": "momentum",
+    }
+    _keras_slots: ClassVar = {"momentum": "increment"}
 
     @explain_keywords("RMSprop")
     def __init__(
@@ -337,19 +312,7 @@ class RMSprop(Optimizer):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        super().__init__(
-            learning_rate,
-            name,
-            (clipnorm, clipvalue, global_clipnorm),
-            shard_state,
-            rho=rho,
-            momentum=momentum,
-            epsilon=epsilon,
-            centered=centered,
-        )
-        given = {"average_gradient": centered, "momentum": momentum}
-        slots = ("velocity", *(slot for slot, used in given.items() if used))
-        self._slot_names = slots  # type: ignore[misc]
+        Optimizer.__init__(**locals())
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         rho, momentum, epsilon, centered, *_ = self._settings.values()
@@ -413,11 +376,8 @@ class Adagrad(Optimizer):
         RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
-    _slot_names: ClassVar[tuple[str, ...]] = ("squares",)
-    _limits: ClassVar[dict[str, float]] = {
-        "initial_accumulator_value": math.inf,
-        "epsilon": math.inf,
-    }
+    _limits: ClassVar = {"initial_accumulator_value": math.inf, "epsilon": math.inf}
+    _slots: ClassVar = {"squares": ""}
 
     @explain_keywords("Adagrad")
     def __init__(
@@ -433,14 +393,7 @@ class Adagrad(Optimizer):
         name: str | None = None,
     ) -> None:
         """Check the settings, without communication."""
-        super().__init__(
-            learning_rate,
-            name,
-            (clipnorm, clipvalue, global_clipnorm),
-            shard_state,
-            initial_accumulator_value=initial_accumulator_value,
-            epsilon=epsilon,
-        )
+        Optimizer.__init__(**locals())
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
         initial, epsilon, *_ = self._settings.values()
