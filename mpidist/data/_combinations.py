@@ -33,13 +33,13 @@ from mpidist.data._stages import (
     Stage,
     Token,
     Tokens,
+    Via,
     apply,
 )
 
 _PADDED: Final = "Dataset.padded_batch"
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Batch(Derived):
     """A given number of elements of the parent, stacked.
 
@@ -97,7 +97,6 @@ _Shape: TypeAlias = tuple[int | None, ...]
 """A shape that rows are padded to: None where the longest row decides."""
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class PaddedBatch(Batch):
     """A given number of elements of the parent, padded to one shape and stacked.
 
@@ -223,7 +222,6 @@ def _padding(value: Any, dtype: DType) -> Any:
     return given[()]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Unbatch(Derived):
     """The rows of the parent's elements."""
 
@@ -263,8 +261,7 @@ class Unbatch(Derived):
 # --- several datasets --------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Zip(Derived):
+class Zip(Via):
     """Elements of several datasets side by side, as far as the shortest goes.
 
     A token is a tuple of theirs.
@@ -276,7 +273,6 @@ class Zip(Derived):
     def __post_init__(self) -> None:
         sizes = [parent.size for parent in self.parents]
         self.inherit(UNKNOWN if UNKNOWN in sizes else min(sizes))
-        self.workers = max(parent.workers for parent in self.parents)
         if len({parent.batch_size for parent in self.parents}) > 1:
             self.batch_size = None
         wholes = (parent.whole for parent in self.parents if parent.whole)
@@ -350,8 +346,7 @@ class _Pairs(Stage):
         return stage.open(inner)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Concatenate(_Pairs, Derived):
+class Concatenate(_Pairs, Via):
     """The elements of one dataset, and then those of another."""
 
     call: str = dataclasses.field(init=False)
@@ -364,7 +359,6 @@ class Concatenate(_Pairs, Derived):
             size = INFINITE if max(sizes) >= INFINITE else UNKNOWN
         self.call = f"concatenate({second.text})"
         self.inherit(size)
-        self.workers = max(first.workers, second.workers)
         if first.batch_size is None or second.batch_size is None:
             self.batch_size = None
         else:
@@ -389,7 +383,6 @@ class Concatenate(_Pairs, Derived):
         return nest.map_structure(common_spec, *inner)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Interleave(_Pairs, Derived):
     """The elements of a dataset for each element of the parent, in turn.
 

@@ -262,7 +262,6 @@ def _shard_by_file(stage: Stage, replicas: int, replica: int) -> Stage:
     return Pieces([part], sizes[replica:] + sizes[:replica], unknown)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Pieces(Derived):
     """The batches of a replica that has its own, each cut into pieces for n steps.
 

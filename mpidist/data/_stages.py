@@ -30,7 +30,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, dataclass_transform
 
 import numpy as np
 
@@ -252,9 +252,10 @@ class Stage:
         return count
 
 
+@dataclass_transform(eq_default=False, field_specifiers=(dataclasses.field,))
 @dataclasses.dataclass(eq=False, repr=False)
 class Derived(Stage):
-    """A stage made of others.
+    """A stage made of others. Each class of them is a dataclass.
 
     Attributes:
         call: the method that made it, with the arguments that determine the elements.
@@ -262,6 +263,9 @@ class Derived(Stage):
 
     parents: Sequence[Stage] = dataclasses.field()
     call: str
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(eq=False, repr=False)(cls)
 
     def inherit(self, size: int | None = None) -> None:
         """Set the attributes to those of the parents; ``size`` too, if it is None."""
@@ -297,7 +301,6 @@ class Derived(Stage):
         return self.parent.tokens(in_pass)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Via(Derived):
     """A stage whose elements are its parent's, in another order or number.
 
@@ -306,7 +309,7 @@ class Via(Derived):
 
     def inherit(self, size: int | None = None) -> None:
         super().inherit(size)
-        self.workers = self.parent.workers
+        self.workers = max(parent.workers for parent in self.parents)
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         return self.parent.load(tokens)
@@ -340,7 +343,6 @@ _ORDERS_ROWS: Final = 2**20
 _FIRST_PASS: Final = (0,)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Part(Via):
     """Some of the elements, as in a slice of a list: `take`, `skip` and `shard`."""
 
@@ -363,7 +365,6 @@ class Part(Via):
         return itertools.islice(tokens, self.start, self.stop, self.step)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Same(Via):
     """The elements of the parent: `prefetch` and `with_options`."""
 
@@ -377,7 +378,6 @@ class Same(Via):
             self.options = self.parent.options.merge(self.added)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class WithCardinality(Via):
     """The parent, whose number of elements the user knows. Reading compares it."""
 
@@ -405,7 +405,6 @@ class WithCardinality(Via):
             )
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Repeat(Via):
     """The parent, repeated; without end for a count of None."""
 
@@ -445,7 +444,6 @@ class Repeat(Via):
                 return  # or an endless repeat of nothing would never return
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Shuffle(Via):
     """The parent in a different order in each pass, as in tf.data.
 
@@ -530,7 +528,6 @@ def _mixed_numbers(
 # --- functions, a cache ------------------------------------------------------------
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Map(Derived):
     """The result of a function for each element.
 
@@ -564,7 +561,6 @@ class Map(Derived):
         return block.spec(batched=self.batch_size is not None and not self.full)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Filter(Derived):
     """Elements that a predicate chooses.
 
@@ -599,8 +595,7 @@ class Filter(Derived):
         )
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Cache(Via):
+class Cache(Derived):
     """The elements of the parent, each of which is loaded once and kept in memory.
 
     In every pass they are those of the first one, as in tf.data. Tokens are numbers.
@@ -609,6 +604,7 @@ class Cache(Via):
 
     def __post_init__(self) -> None:
         self.inherit()
+        self.workers = self.parent.workers
         self._lock = threading.RLock()  # iterators in several threads share the rest
         self._values: dict[int, Nest] = {}
         self._parts: dict[tuple[int, int, int], RowBlock | None] = {}
@@ -667,9 +663,6 @@ class Cache(Via):
             yield from map(unshared, found)
             if failure is not None:
                 raise failure
-
-    def block(self, tokens: Tokens) -> RowBlock | None:
-        return Stage.block(self, tokens)
 
     def open(self, token: Token) -> LazyBlock:
         number = int(token)
