@@ -131,9 +131,9 @@ class InputOptions:
     Attributes:
         experimental_fetch_to_device: True or None, the default: arrays are moved to the
             replica's device. False: they stay on the host.
-        experimental_replication_mode: an `InputReplicationMode`; both mean the same
-            here, but PER_REPLICA is only allowed for
-            `distribute_datasets_from_function`.
+        experimental_replication_mode: an `InputReplicationMode`. PER_REPLICA is only
+            allowed for `distribute_datasets_from_function`, and differs from PER_WORKER
+            by the name `MirroredStrategy` only: each rank has an input of its own.
         experimental_place_dataset_on_device: accepted, as in TensorFlow only with
             PER_REPLICA and ``experimental_fetch_to_device=False``, and without effect:
             arrays are read on the host.

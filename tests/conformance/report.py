@@ -119,15 +119,13 @@ INTRODUCTION = """\
 Small programs run twice: under `tf.distribute.MirroredStrategy`, on logical CPU
 devices, and under `MPIStrategy`, on as many ranks. Values, dtypes, shapes and classes
 of errors are compared on each replica. A difference on purpose is declared with its
-reason and the result of each side, and both are checked. The programs are in
-`tests/conformance/programs/`, each with a line on what it does.
+reason and the result of each side. The programs are in `tests/conformance/programs/`.
 
 ```sh
 launch/conformance
 ```
 
-runs them and writes this page. `tests/project/test_conformance.py` compares them again:
-with TensorFlow on 2, 3 and 4 replicas; where there is none, with its recorded results.
+runs them and writes this page.
 
 Arrays are equal if they have the same dtype, shape and elements (to rounding; a Python
 number equals a scalar of any dtype), errors if mpidist's class is TensorFlow's or a
