@@ -125,8 +125,8 @@ class Checkpoint:
         """Return the objects by name."""
         return self._objects.by_name
 
-    def __when_attached__(self, call: Callable[[], None]) -> None:
-        """Have a function called when something is attached."""
+    def __when_attached__(self, call: Callable[[bool], None]) -> None:
+        """Have a function called before and after something is attached."""
         self._objects.when_attached(call)
 
     @tells("Checkpoint.save", operator.attrgetter("_objects.group"))

@@ -7,28 +7,38 @@ read then: no rank keeps values in memory, and the checkpoint may be deleted mea
 So the assignment is a collective call, like the restore itself: a rank that makes it
 alone gets the same `CollectiveMismatchError` as the others at their next call.
 
-What else tells nothing (a list, a dict, an object of another class) is found with the
-next assignment, or reported by the next save, by the status, and at the end.
+What else tells nothing (a list, a dict, an object of another class) is found by the
+first `run` after its variables were made, and before the next assignment. It gets its
+value if it is sure that the program has not changed it: new variables note their first
+value (`VariableStorage.first`). Otherwise it keeps what it has, with a warning, which
+the next save, the status and the end of the program give, too.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final
 
+from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._base import checksums
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
 from mpidist._checkpoints.restoring import listed
 from mpidist._checkpoints.storage import CheckpointReader
+from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import storage_of
+from mpidist._runtime.interruptions import tells
+from mpidist._values.storage import VariableStorage
+from mpidist._values.variable import storage_of, when_made
 
 _numbers: Final = itertools.count(1)
-_all: Final[weakref.WeakSet[Remainder]] = weakref.WeakSet()
+_all: Final[weakref.WeakValueDictionary[int, Remainder]] = weakref.WeakValueDictionary()
+_groups: Final[weakref.WeakSet[ReplicaGroup]] = weakref.WeakSet()
 
 
 class Remainder:
@@ -48,7 +58,7 @@ class Remainder:
     def __init__(
         self,
         objects: MutableMapping[str, Any],
-        restore: Callable[[Remainder, list[Item]], None],
+        restore: Callable[[Remainder, list[Item], bool], None],
         group: ReplicaGroup,
         path: str,
     ) -> None:
@@ -75,7 +85,8 @@ class Remainder:
         self.later = later
         if left:
             self._watch()
-            _all.add(self)
+            _all[self.number] = self
+            _groups.add(self.group)
         else:
             self.reader = None
 
@@ -96,20 +107,29 @@ class Remainder:
         self.lost.update(names)
         self.names -= self.lost
 
-    def attached(self) -> None:
-        """Restore what was attached since. Collective if that is anything."""
+    def attached(self, is_assigned: bool) -> None:
+        """Restore what was attached since. Collective if that is anything.
+
+        Args:
+            is_assigned: whether an assignment has just attached it; otherwise the
+                program may have changed it since, and then it keeps its value.
+        """
         if not self.names:
             return
         self._watch()
-        found = self.waiting(contents.collect(self._objects, "later"))
-        # The program sets a pytree to save it: perhaps it is a newer one.
-        if items := [x for x in found if not getattr(x, "is_held", False)]:
+        if items := self.found():
             try:
-                self._restore(self, items)
+                self._restore(self, items, is_assigned)
             except Exception as error:
                 names = listed([item.name for item in items])
                 error.add_note(f"{names}: attached after `Checkpoint.restore`")
                 raise
+
+    def found(self) -> list[Item]:
+        """Return the items of what was attached since."""
+        items = self.waiting(contents.collect(self._objects, "later"))
+        # The program sets a pytree to save it: perhaps it is a newer one.
+        return [x for x in items if not getattr(x, "is_held", False)]
 
     def take(self, items: Iterable[Item]) -> set[str]:
         """Return the names of what is left for some items, which is `lost` now.
@@ -169,7 +189,12 @@ class Remainder:
             return
         items = self.waiting(contents.collect(self._objects, "later"))
         self.take(items)
-        if items and self.reader is not None:
+        if items:
+            self.tell(items)
+
+    def tell(self, items: Iterable[Item]) -> None:
+        """Warn, on rank 0, that some items keep their values."""
+        if self.reader is not None:
             warnings.warn(
                 f"Checkpoint.restore: {unnoticed([item.name for item in items])}",
                 RuntimeWarning,
@@ -189,8 +214,54 @@ def unnoticed(names: list[str]) -> str:
     )
 
 
+def is_changed(item: Item) -> bool:
+    """Return whether the program may have changed an item since it was made."""
+    if isinstance(item, VariableItem):
+        storage = storage_of(item.variable)
+        return storage.first != checksums.summarize(storage.array)
+    if isinstance(item, StateItem):
+        return not item.is_optional or item.get() is not None  # an assigned rate
+    return False  # it has no variables yet
+
+
+def _pending() -> list[Remainder]:
+    """Return those that have something left, the last restore first."""
+    found = [reference() for reference in _all.valuerefs()]  # other threads add some
+    pending = [x for x in found if x is not None and x.names]
+    return sorted(pending, key=lambda x: -x.number)
+
+
+def _note(storage: VariableStorage) -> None:
+    """Have the next `run` look for what a new variable has in a checkpoint."""
+    if storage.group in _groups:
+        storage.first = checksums.summarize(storage.array)
+        storage.group.before_run = functools.partial(_look, storage.group)
+
+
+@tells("Strategy.run", lambda group: group)
+def _look(group: ReplicaGroup) -> None:
+    """Restore what was attached to lists and dicts, before `run`. Collective.
+
+    Objects that the program has dropped may still be there on some of the ranks.
+    """
+    try:
+        context.require_program_level(group, "Strategy.run")
+    except RuntimeError:
+        return  # in `merge_fn`, or `run` raises it too
+    group.before_run = None
+    pending = [x for x in _pending() if x.group is group]
+    found = [items for x in pending if (items := [*map(str, x.found())])]
+    call = Call("Strategy.run, restoring what was attached before")
+    if group.guard.agree_on(call, fingerprint(str(found))):
+        for remainder in pending:
+            remainder.attached(False)
+
+
+when_made.append(_note)
+
+
 @atexit.register
 def _warn_at_end() -> None:
-    for remainder in list(_all):
+    for remainder in _pending():
         remainder.warn()
         remainder.names.clear()

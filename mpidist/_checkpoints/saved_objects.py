@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpidist._agreement.mismatch import Call
 from mpidist._base.types import DType, HostArray, Shape
 from mpidist._checkpoints import (
     contents,
@@ -40,7 +41,7 @@ from mpidist._checkpoints.collective_call import (
 )
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
-from mpidist._checkpoints.remainder import Remainder
+from mpidist._checkpoints.remainder import Remainder, is_changed
 from mpidist._checkpoints.state_json import Packed, Stored, own_copy
 from mpidist._mpi import library
 from mpidist._runtime import context
@@ -64,7 +65,7 @@ class SavedObjects:
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.by_name: dict[str, Any] = dict(objects)
-        self._told: list[Callable[[], None]] = []
+        self._told: list[Callable[[bool], None]] = []
         self._remainders: list[Remainder] = []
         items = contents.collect(self.by_name, "skip")
         contents.check(items)
@@ -79,12 +80,15 @@ class SavedObjects:
         objects = {**self.by_name, name: value}
         contents.check(contents.collect({name: value}, "skip"))
         contents.collect(objects, "skip")
+        told = [*self._told]
+        for tell in told:
+            tell(False)
         self.by_name[name] = value
-        for tell in [*self._told]:
-            tell()
+        for tell in told:
+            tell(True)
 
-    def when_attached(self, call: Callable[[], None]) -> None:
-        """Have a function called when something is attached, before earlier ones."""
+    def when_attached(self, call: Callable[[bool], None]) -> None:
+        """Have a function called when something is attached, as those of a module."""
         if call not in self._told:
             self._told.insert(0, call)
 
@@ -200,8 +204,13 @@ class SavedObjects:
         return restore
 
     @tells("Checkpoint.restore", operator.attrgetter("group"))
-    def _restore_more(self, rest: Remainder, items: list[Item]) -> None:
-        """Restore items that were attached after a restore. Collective."""
+    def _restore_more(
+        self, rest: Remainder, items: list[Item], is_assigned: bool
+    ) -> None:
+        """Restore items that were attached after a restore. Collective.
+
+        Those that were not assigned just now only if no rank has changed one of them.
+        """
         group = _group_of(items, "Checkpoint.restore") or rest.group
         in_replica = context.is_in_replica(group)
         frame = group.cross_frame if in_replica else context.current()
@@ -209,6 +218,11 @@ class SavedObjects:
             call = CollectiveCall(group, "Checkpoint.restore")
             call.agree(f" of {{{', '.join(map(str, items))}}}, attached after it")
             names = rest.take(items)
+            changed = not is_assigned and any(map(is_changed, items))
+            call.guard.agree_on(Call(f"{call.name}, looking"), largest=changed)
+            if call.guard.largest:
+                rest.tell(items)
+                return
             put = self._read(call, items, lambda: rest.reader, True, rest)
             assert put is not None
             rest.later += put()[1]

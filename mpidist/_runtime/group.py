@@ -45,6 +45,8 @@ class ReplicaGroup:
             the same order. Set by the strategy.
         unfinished: ``unfinished(call)`` waits for a save that goes on beside the
             program, and raises its error on all ranks; None: there is none. Collective.
+        before_run: looks for values of new variables in a checkpoint that was restored
+            before; None: there are no new ones. Collective if it finds some.
         cross_frame: the `context.Frame` of code in cross-replica context.
         replica_frame: the `context.Frame` of code in a replica function.
     """
@@ -82,6 +84,7 @@ class ReplicaGroup:
         self.registry: Registry = make_registry(self, comm.rank, comm.size)
         self.custom_ops: Any = None
         self.unfinished: Callable[[str], None] | None = None
+        self.before_run: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return repr(self.strategy)

@@ -270,6 +270,8 @@ class Strategy:
         """
         kwargs = {} if kwargs is None else kwargs
         given = self._group, _RUN, fn, args, kwargs
+        if self._group.before_run is not None:
+            self._group.before_run()
         own = type(self).scope is not Strategy.scope  # may have creators of variables
         if own and not (
             context.is_in_replica(self._group) or context.current().coordinator

@@ -53,20 +53,26 @@ class Module:
         if "call" in vars(cls) and not any("__call__" in vars(k) for k in cls.__mro__):
             setattr(cls, "__call__", _call_method)  # noqa: B010 - mypy sees no slot
 
-    # Called when something is attached: checkpoints have values for it.
-    __told: tuple[Callable[[], None], ...] = ()
+    # Called before and after something is attached: checkpoints have values for it.
+    __told: tuple[Callable[[bool], None], ...] = ()
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name or type(self).__name__.lower()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. What a checkpoint that was restored has for it, it gets."""
+        told = () if isinstance(value, _PLAIN) else self.__told
+        for tell in told:
+            tell(False)
         super().__setattr__(name, value)
-        for tell in () if isinstance(value, _PLAIN) else self.__told:
-            tell()
+        for tell in told:
+            tell(True)
 
-    def __when_attached__(self, call: Callable[[], None]) -> None:
-        """Have a function called when something is attached, before earlier ones."""
+    def __when_attached__(self, call: Callable[[bool], None]) -> None:
+        """Have a function called before (False) and after (True) an assignment.
+
+        Before those of earlier calls.
+        """
         if call not in self.__told:
             object.__setattr__(self, "_Module__told", (call, *self.__told))
 

@@ -61,6 +61,8 @@ class VariableStorage:
         fingerprint: a function that returns the fingerprint of the array for a seed.
         key: the key of the variable in the group's registry, the same on all ranks.
         restored: the number of the last restore of a checkpoint; 0: of none.
+        first: its first value as a short text, if a checkpoint waited for variables
+            when it was made; see `_checkpoints/remainder`.
         retired: why it cannot be used any more; "" while it can.
     """
 
@@ -69,6 +71,7 @@ class VariableStorage:
         "array",
         "attributes",
         "fingerprint",
+        "first",
         "group",
         "key",
         "restored",
@@ -92,6 +95,7 @@ class VariableStorage:
         self.fingerprint: Callable[[int], int] = checksums.fingerprinter(self.array)
         self.key: tuple[int, int] = _NO_KEY  # until the registry has the variable
         self.restored = 0
+        self.first: str | None = None
         self.retired: str = ""
 
     def retire(self, why: str) -> None:

@@ -572,7 +572,14 @@ def set_up(
             variable._storage = VariableStorage(group, attributes, value)
         variable._storage.key = key = (group.registry.next_key(), 0)
         variable._hash = variable._hash or _hash_of(group, key)
-        return group.registry.add(key, variable)
+        group.registry.add(key, variable)
+    for note in when_made:
+        note(variable._storage)
+    return variable
+
+
+when_made: Final[list[Callable[[VariableStorage], None]]] = []
+"""Called with each new variable: `_checkpoints/remainder` counts them."""
 
 
 array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.array")

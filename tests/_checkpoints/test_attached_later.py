@@ -257,6 +257,118 @@ def test_a_list_tells_nothing(saved, folder, rank):
     assert (net.w, net.l[1].w) == (5, 3)
 
 
+def warned_of(name, rank):
+    """Return a context in which rank 0 has to warn that something was not restored."""
+    warned = pytest.warns(RuntimeWarning, match=f"not restored, .*{name!r}; attached")
+    return warned if rank == 0 else contextlib.nullcontext()
+
+
+def test_run_restores_what_was_appended_before(saved, strategy):
+    net = module(l=[], d={})
+    status = restore(saved, net=net)
+    net.l += [var(0), module(w=var(0))]
+    net.d["k"] = var(0)
+    seen = strategy.run(lambda: (net.l[0] + 0, net.l[1].w + 0, net.d["k"] + 0))
+    assert strategy.experimental_local_results(seen) == ((2, 3, 4),)
+    status.assert_existing_objects_matched()
+    net.l[0].assign(9)
+    net.w = var(0)
+    strategy.run(lambda: None)
+    assert (net.w, net.l[0]) == (5, 9)
+
+
+@pytest.mark.parametrize("how", ["assign", "optimizer", "in run"])
+def test_a_training_is_not_set_back(saved, strategy, rank, how):
+    net = module(l=[])
+    status = restore(saved, net=net)
+    late, optimizer = var(0), mpidist.optimizers.SGD(1.0)
+
+    def append():
+        net.l.append(late)
+        if how == "assign":
+            late.assign(-8)
+        else:
+            size = strategy.num_replicas_in_sync if how == "in run" else 1
+            optimizer.apply_gradients([(np.float32(8 / size), late)])
+
+    if how == "in run":
+        strategy.run(append)
+        with warned_of("net/l/0", rank):
+            strategy.run(append)
+        del net.l[1]
+        assert late == -16
+    else:
+        append()
+        with warned_of("net/l/0", rank):
+            net.w = var(0)
+        assert net.w == 5
+        assert late == -8
+    with pytest.raises(AssertionError, match="'net/l/0'"):
+        status.assert_existing_objects_matched()
+    net.d = {"k": late}  # here it says so
+    assert late == 4
+
+
+def test_a_variable_from_before_the_restore_is_not_set_back(saved, rank):
+    net, late = module(l=[]), var(0)
+    restore(saved, net=net)
+    net.l.append(late)
+    late.assign(7)
+    with warned_of("net/l/0", rank):
+        net.m = Module()
+    assert late == 7
+
+
+def test_copies_that_one_rank_has_changed(saved, strategy, rank):
+    """All ranks do the same, although only one of them sees that."""
+    net = module(l=[])
+    restore(saved, net=net)
+    made = mpidist.Variable(np.float32(0), synchronization="ON_READ", aggregation="SUM")
+    net.l.append(made)
+    strategy.run(
+        lambda: rank == strategy.num_replicas_in_sync - 1 and made.assign_add(1)
+    )
+    net.l.append(module(w=var(0)))
+    strategy.run(lambda: made.assign_add(1))
+    assert net.l[1].w == 3
+
+
+def test_an_optimizer_and_a_generator_in_a_list(folder, rank):
+    def make():
+        w = var(1)
+        return w, mpidist.optimizers.SGD(0.5, momentum=0.5), np.random.default_rng(3)
+
+    w, optimizer, rng = make()
+    optimizer.apply_gradients([(np.float32(1), w)])
+    optimizer.learning_rate = 0.25
+    path = Checkpoint(w=w, list=[optimizer], other=[rng]).save(folder / "c")
+    checkpoint = Checkpoint(w=var(0), list=[], other=[])
+    checkpoint.restore(path, partial=True)
+    other, optimizer, rng = make()
+    checkpoint.list.append(optimizer)
+    checkpoint.w = other
+    assert optimizer.learning_rate == 0.25
+    optimizer.apply_gradients([(np.float32(0), other)])
+    assert optimizer.iterations == 2
+    checkpoint.other.append(rng)
+    expected = rng.bit_generator.state
+    with warned_of("other/0", rank):
+        checkpoint.w = var(0)
+    assert rng.bit_generator.state == expected  # who knows what it has drawn
+
+
+def test_run_does_not_restore_what_one_rank_has_alone(saved, strategy, rank, size):
+    """Such as an object that the garbage collector has not met there."""
+    if size == 1:
+        pytest.skip("needs several ranks")
+    net, late = module(l=[]), []
+    restore(saved, net=net)
+    (late if rank else net.l).append(var(0))
+    strategy.run(lambda: None)
+    assert [float(x) for x in net.l + late] == [0]
+    net.l.clear()
+
+
 def test_what_was_not_restored_is_told_at_the_end(saved, rank):
     net = module(l=[])
     restore(saved, net=net)
