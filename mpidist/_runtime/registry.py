@@ -95,8 +95,11 @@ class Registry:
 
     def forget_dropped(self) -> None:
         """Remove the values that the program has dropped, and tell who watches them."""
-        while self._dead:
-            reference = self._dead.popleft()
+        while True:
+            try:
+                reference = self._dead.popleft()
+            except IndexError:  # also where another thread has taken the last one
+                return
             assert isinstance(reference, _Reference)
             if reference.dropped is not None:
                 reference.dropped.append(reference.key)

@@ -3,11 +3,14 @@
 import copy
 import sys
 import types
+from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mpidist
+from mpidist._runtime.registry import Registry
 from mpidist._strategy.strategy import group_of
 
 
@@ -54,3 +57,24 @@ def test_nor_when_a_variable_that_merge_fn_has_made_is_dropped() -> None:
     strategy.run(lambda: mpidist.get_replica_context().merge_call(merge_fn))
     assert names == []
     strategy.close()
+
+
+class Taken(deque[Any]):
+    """Another thread takes the last one after this one has seen it."""
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        if found:
+            self.popleft()
+        return found
+
+
+def test_another_thread_may_take_the_last_value_that_was_dropped() -> None:
+    # The default strategy's registry is that of all threads.
+    registry = Registry(None, 0, 1)
+    registry._dead = Taken()
+    registry.wrap(mpidist.Mirrored, 1.0, 1)  # dropped at once
+    value = registry.wrap(mpidist.Mirrored, 2.0, 2)
+    registry.wrap(mpidist.Mirrored, 3.0, 3)
+    registry.forget_dropped()
+    assert registry.get(2) is value
