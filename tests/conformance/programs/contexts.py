@@ -277,7 +277,7 @@ for _name, _call in IN_REPLICA.items():
     "The copies diverge in TensorFlow. In mpidist all replicas raise, and the "
     "variable keeps its value.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
-    mpidist=lambda n: [Raised("RuntimeError"), [0.0] * n],
+    mpidist=lambda n: [Raised("CollectiveMismatchError"), [0.0] * n],
 )
 def in_replica_update(d):
     """`extended.update` in a replica function, with an argument of the replica's."""
