@@ -2,13 +2,13 @@
 
     mpirun -n 4 python examples/train_digits.py
 
-Each rank has a copy of a small neural network. Of each batch it takes its share, and
-computes the loss and the gradients there. Their sum over the ranks is the gradient of
-the whole batch, with which every copy takes the same step; so the loss is the same on
-any number of ranks. The array code runs on NumPy and, where there is a GPU, on CuPy.
+Each rank has a copy of a small neural network, and computes loss and gradients on its
+share of each batch. The sum of the gradients over the ranks is the gradient of the
+whole batch, so the loss is the same on any number of ranks. The array code runs on
+NumPy and, where there is a GPU, on CuPy.
 
-With `--checkpoint DIR` it saves its state after each epoch, and with `--resume` too it
-goes on from there: a run that was killed ends with the weights of one that was not.
+`--checkpoint DIR` saves the state after each epoch; with `--resume` the program
+continues from there, and ends with the weights of an uninterrupted run.
 """
 
 import argparse

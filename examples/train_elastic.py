@@ -1,13 +1,13 @@
-"""Train a classifier of handwritten digits that goes on when a rank is killed.
+"""Train a classifier of handwritten digits that continues when a rank is killed.
 
     mpidist run --elastic -n 3 examples/train_elastic.py
     mpidist run --elastic -n 3 examples/train_elastic.py --kill 1 --at-step 100
 
-The second command kills rank 1 after 100 steps, as a machine would that fails. The
-others go on from the last commit, with all images, and the same global batches: the
-result is that of the first command. `--directory DIR` also writes checkpoints, from
-which a job goes on that is started again. Needs Open MPI 5; with another MPI, or
-without `--elastic`, it is an ordinary training.
+The second command kills rank 1 after 100 steps. The others continue from the last
+commit, with all images and the same global batches, so the result is that of the first
+command. `--directory DIR` also writes checkpoints, from which a restarted job
+continues. Needs Open MPI 5; with another MPI, or without `--elastic`, the job ends when
+a rank is killed.
 """
 
 import argparse

@@ -2,9 +2,8 @@
 
     mpirun -n 4 python examples/train_jax.py
 
-Loss and gradients are compiled by JAX. Of each batch a rank takes its share, and one
-all-reduce averages loss and gradients over the ranks; every rank then takes the same
-step. So the losses are the same on any number of ranks that divides the batch.
+Each rank takes its share of each batch, and one all-reduce averages loss and gradients
+over the ranks. So losses are the same on any number of ranks that divides the batch.
 """
 
 import argparse

@@ -3,13 +3,12 @@
     mpirun -n 4 python examples/train_torch.py
     mpirun -n 4 python examples/train_torch.py --checkpoint run --resume
 
-It is an ordinary training loop of torch. Of each batch a rank takes its share; the
-optimizer that mpidist wraps averages the gradients over the ranks before each step. So
-the losses are the same on any number of ranks that divides the batch.
+Each rank takes its share of each batch, and the optimizer that mpidist wraps averages
+the gradients over the ranks before each step. So the losses are the same on any number
+of ranks that divides the batch.
 
 The second command saves the model, the optimizer, the scheduler and the order of the
-data after each epoch. Killed and started again, on another number of ranks too, it goes
-on from there.
+data after each epoch. Started again, on any number of ranks, it continues from there.
 """
 
 import argparse

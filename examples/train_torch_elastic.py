@@ -1,13 +1,12 @@
-"""Train a torch module that goes on when a rank is killed.
+"""Train a torch module that continues when a rank is killed.
 
     mpidist run --elastic -n 3 examples/train_torch_elastic.py
     mpidist run --elastic -n 3 examples/train_torch_elastic.py --kill 1 --at-step 40
 
-The second command kills rank 1 after 40 steps, as a machine would that fails. The
-others go on from the last commit, with the same global batches: the result is that of
-the first command. `--directory DIR` also writes checkpoints, from which a job goes on
-that is started again. Needs Open MPI 5; with another MPI, or without `--elastic`, it is
-an ordinary training.
+The second command kills rank 1 after 40 steps. The others continue from the last
+commit, with the same global batches, so the result is that of the first command.
+`--directory DIR` also writes checkpoints, from which a restarted job continues. Needs
+Open MPI 5; with another MPI, or without `--elastic`, the job ends when one is killed.
 """
 
 import argparse
