@@ -141,8 +141,14 @@ def from_stored(array: HostArray, kind: GuestKind, device: str) -> Guest:
 
 
 def library(kind: GuestKind) -> Any:
-    """Return a library if the program has imported it, else None."""
-    return sys.modules.get(kind)
+    """Return a library if the program has imported it, else None.
+
+    Also None while it is being imported: the garbage collector may then run code that
+    asks for it.
+    """
+    module = sys.modules.get(kind)
+    is_partial = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return None if is_partial else module
 
 
 def dtype_of(name: str) -> DType:
