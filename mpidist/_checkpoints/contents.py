@@ -13,6 +13,7 @@ import numpy as np
 
 from mpidist._base import backend, guests, nest
 from mpidist._base.expect import expect
+from mpidist._base.names import unique
 from mpidist._checkpoints import guest_items, state_json
 from mpidist._checkpoints.guest_items import Held
 from mpidist._checkpoints.items import (
@@ -201,15 +202,10 @@ def _variables_of(
         return
     if not isinstance(variables, (list, tuple)):
         raise TypeError(_explain(name, value))
-    used: set[str] = set()
     for variable in variables:
         expected = f"`{name}.variables` to be a list of `mpidist.Variable`"
         expect(isinstance(variable, Variable), "Checkpoint", expected, variable)
-        own, number = variable.name, 0
-        while own in used:
-            number += 1
-            own = f"{variable.name}_{number}"
-        used.add(own)
+    for own, variable in zip(unique(v.name for v in variables), variables, strict=True):
         yield VariableItem(f"{name}/{own}", variable)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError, CollectiveError
+from mpidist._base.names import listed as listed_in_short
 from mpidist._base.types import Array, DType, HostArray, Shape
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
@@ -36,7 +37,7 @@ from mpidist._checkpoints.state_json import Json, State, host_copy
 from mpidist._checkpoints.storage import CheckpointReader, manifest_of
 from mpidist._values.variable import storage_of
 
-_MOST_NAMES: Final = 20  # in a message
+listed: Final = functools.partial(listed_in_short, most=20)
 
 
 # --- does it fit? -------------------------------------------------------------------
@@ -93,12 +94,6 @@ def _unfit(
 ) -> CheckpointError:
     listing = "\n  ".join([f"{call.name}: the checkpoint{path} does not fit:", *lines])
     return CheckpointError(f"{listing}\n{hint}Nothing was changed.")
-
-
-def listed(names: list[str]) -> str:
-    """Return names for a message: the first ones."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(map(repr, names[:_MOST_NAMES])) + more
 
 
 def _problem(item: Item, reader: CheckpointReader) -> str:

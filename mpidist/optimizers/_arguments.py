@@ -12,6 +12,7 @@ import numpy as np
 from mpidist._base import backend, checksums
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
+from mpidist._base.names import listed
 from mpidist._base.types import Array, DType, Nest
 from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._runtime import context
@@ -60,24 +61,6 @@ def number(
     assert x is not None
     expect(fits(x), call, f"`{argument}` to be {which}", value, error=ValueError)
     return x
-
-
-def listed(names: list[str]) -> str:
-    """Return the first names, for a message."""
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def unique(names: list[str]) -> list[str]:
-    """Return the names, with a number appended to repeated ones."""
-    found: dict[str, None] = {}
-    for name in names:
-        candidate, number = name, 0
-        while candidate in found:
-            number += 1
-            candidate = f"{name}_{number}"
-        found[candidate] = None
-    return list(found)
 
 
 def split_pairs(

@@ -32,6 +32,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, threads
 from mpidist._base.errors import CollectiveMismatchError
 from mpidist._base.expect import expect
+from mpidist._base.names import listed
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Array, HostArray
 from mpidist._runtime import context, dispatch, interruptions
@@ -43,7 +44,6 @@ from mpidist.optimizers._arguments import (
     collect,
     group_among,
     group_for,
-    listed,
     number,
     split_pairs,
 )

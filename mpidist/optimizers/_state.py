@@ -15,6 +15,7 @@ import numpy as np
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, checksums, partition
 from mpidist._base.errors import CheckpointError
+from mpidist._base.names import listed, unique
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray, Nest, record
 from mpidist._collectives.plan import Plan
@@ -30,8 +31,6 @@ from mpidist.optimizers._arguments import (
     array_functions,
     as_gradient,
     compute_dtype,
-    listed,
-    unique,
 )
 from mpidist.optimizers._clipping import blocks, norm_scratch, scales_for
 
