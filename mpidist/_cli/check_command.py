@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -19,7 +18,7 @@ import mpidist
 from mpidist._base.types import HostArray, Nest
 from mpidist._cli import facts, system_checks
 from mpidist._cli.facts import FAILED, OK, CheckFailedError, Finding, Job, attempt, ok
-from mpidist._cli.speaking import Parser, let_the_first_speak, positive_seconds, say
+from mpidist._cli.speaking import Parser, positive_seconds, say
 from mpidist._mpi import versions
 from mpidist._mpi.library import query_cuda_support
 from mpidist._strategy.strategy import group_of
@@ -73,8 +72,8 @@ class _Job(Job):
 
 def _ranks(job: _Job) -> Finding:
     """Check that the ranks find each other."""
-    if alone := facts.describe_stranger(job.size):
-        wrong, _, advice = alone.partition(" is alone: ")
+    if job.stranger:
+        wrong, _, advice = job.stranger.partition(" is alone: ")
         raise CheckFailedError(f"{wrong} is alone", advice)
     total = job.comm.allreduce(job.rank)
     if total != job.size * (job.size - 1) // 2:
@@ -274,13 +273,12 @@ def check(arguments: Sequence[str]) -> int:
     add("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
     job = _Job(given.timeout, given.folder or "")
-    alone = facts.describe_stranger(job.size)
-    names = ["ranks"] if alone else list(_CHECKS)  # the others would fail for this
-    if given.folder is None and not alone:
+    names = ["ranks"] if job.stranger else list(_CHECKS)  # others would fail for this
+    if given.folder is None and not job.stranger:
         names.remove("folder")
     rows = []
     for name in names:
-        found = attempt(job, functools.partial(_CHECKS[name], job))
+        found = attempt(job, _CHECKS[name])
         rows.append({"name": name, **dataclasses.asdict(found)})
         if not given.json:
             say(f"{name:<15} {found.state:<6}  {found.text}")
@@ -295,6 +293,4 @@ def check(arguments: Sequence[str]) -> int:
         wrong = f"{failed} of {len(rows)} checks failed"
         say(f"\n{wrong if failed else 'all is well'}")
     job.free()
-    if alone:
-        let_the_first_speak()
     return 1 if failed else 0

@@ -21,6 +21,7 @@ import mpidist
 from mpidist import _native
 from mpidist._base import gpus, machine
 from mpidist._base.errors import format_ranks
+from mpidist._cli.speaking import let_the_first_speak
 from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
 from mpidist.cluster import expand_tasks_per_node
@@ -38,6 +39,7 @@ _OTHERS: Final = (
     *("UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER"),
 )
 _T = TypeVar("_T")
+_J = TypeVar("_J", bound="Job")
 
 
 class WrongResultError(Exception):
@@ -60,6 +62,8 @@ class Job:
         local_size: how many these are.
         near_sizes: the number of ranks in each group that shares memory by what MPI
             says; MPI asks the launcher, which may take one machine for several.
+        stranger: a message if the launcher started ranks that MPI does not know of; ""
+            if it knows all.
     """
 
     def __init__(self) -> None:
@@ -70,6 +74,7 @@ class Job:
         self.size: int = self.comm.Get_size()
         self.facts: list[Facts] = self.comm.allgather(facts_of_rank(self.mpi))
         self.mine: Facts = self.facts[self.rank]
+        self.stranger: str = self._describe_stranger()
         by_place: dict[str, list[int]] = {}
         for rank, one in enumerate(self.facts):
             by_place.setdefault(one["place"], []).append(rank)
@@ -89,8 +94,16 @@ class Job:
         )
 
     def free(self) -> None:
-        """Free the communicator. Collective."""
+        """Free the communicator. Collective; ranks that are strangers wait a while."""
         self.comm.Free()
+        if self.stranger:
+            let_the_first_speak()
+
+    def _describe_stranger(self) -> str:
+        launch = launcher.find_launch()
+        if self.size > 1 or launch is None or (launch.size or 1) == 1:
+            return ""
+        return launcher.describe_alone(launch, self.mpi.Get_library_version())
 
     def from_root(self, value: _T) -> _T:
         """Return rank 0's value on all ranks. Collective."""
@@ -142,10 +155,10 @@ def ok(text: str) -> Finding:
     return Finding(text, state=OK)
 
 
-def attempt(job: Job, check: Callable[[], Finding]) -> Finding:
+def attempt(job: _J, check: Callable[[_J], Finding]) -> Finding:
     """Make a check on all ranks; return the same finding on all. Collective."""
     try:
-        mine = check()
+        mine = check(job)
     except CheckFailedError as failure:
         mine = Finding(str(failure), failure.advice, FAILED)
     except Exception as error:
@@ -309,19 +322,6 @@ def differences(
         for key in dict.fromkeys([*mine, *first])
         if mine.get(key) != first.get(key)
     }
-
-
-def describe_stranger(size: int) -> str:
-    """Return a message if the launcher started ranks that MPI does not know of.
-
-    Returns:
-        The message; "" if MPI knows all ranks.
-    """
-    launch = launcher.find_launch()
-    if size > 1 or launch is None or (launch.size or 1) == 1:
-        return ""
-    version = library.mpi_module().Get_library_version()
-    return launcher.describe_alone(launch, version)
 
 
 def counted(number: int, what: str, several: str = "") -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,10 @@ import numpy as np
 
 import mpidist
 from mpidist._base.environment import read_environment
-from mpidist._base.errors import format_ranks
+from mpidist._base.errors import format_ranks, ranks_by
 from mpidist._cli import facts, system_checks
 from mpidist._cli.facts import OK, Facts, Job, attempt
-from mpidist._cli.speaking import Parser, let_the_first_speak, say
+from mpidist._cli.speaking import Parser, say
 from mpidist._mpi import library
 from mpidist._strategy.strategy import group_of
 
@@ -53,18 +52,13 @@ def info(arguments: Sequence[str]) -> int:
     found = _facts_of_job(job, given.device)
     say(json.dumps(found, indent=1) if given.json else _text_of(found))
     job.free()
-    if facts.describe_stranger(job.size):
-        let_the_first_speak()
     return 1 if found["problems"] else 0
 
 
 def _facts_of_job(job: Job, device: str) -> Facts:
     """Return all facts, and of a strategy on a device, on all ranks. Collective."""
     first = job.facts[0]
-    checks = {
-        name: attempt(job, functools.partial(check, job))
-        for name, check in system_checks.CHECKS.items()
-    }
+    checks = {name: attempt(job, x) for name, x in system_checks.CHECKS.items()}
     found: Facts = {
         "software": first["software"],
         "launcher": first["launcher"],
@@ -93,13 +87,13 @@ def _facts_of_job(job: Job, device: str) -> Facts:
         "gpu": first["gpu"],
         "cuda_aware": library.query_cuda_support(),
         "environment": first["environment"],
-        "problems": _problems(job.facts),
+        "problems": _problems(job),
         "strategy": None,
     }
     try:
         strategy = mpidist.MPIStrategy(device=device)
     except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
-        if not facts.describe_stranger(job.size):  # which says it all
+        if not job.stranger:  # which says it all
             found["problems"].append(f"MPIStrategy cannot be made: {error}")
         return found
     devices = strategy.extended.worker_devices
@@ -118,12 +112,12 @@ def _facts_of_job(job: Job, device: str) -> Facts:
     return found
 
 
-def _problems(ranks: Sequence[Facts]) -> list[str]:
+def _problems(job: Job) -> list[str]:
     """Return what is wrong, and what differs between ranks, in sentences."""
-    problems = list(filter(None, [facts.describe_stranger(len(ranks))]))
+    problems = [job.stranger] if job.stranger else []
     for kind in ("software", "environment"):
-        for rank, one in enumerate(ranks):
-            found = facts.differences(one[kind], ranks[0][kind], f"on rank {rank}")
+        for rank, one in enumerate(job.facts):
+            found = facts.differences(one[kind], job.facts[0][kind], f"on rank {rank}")
             found.pop("CUDA_VISIBLE_DEVICES", None)
             problems += found.values()
     return problems
@@ -254,9 +248,7 @@ def describe_devices(
 
 def _lines_of_nodes(texts: Sequence[str]) -> list[str]:
     """Return each text once, with the numbers of its nodes if there are several."""
-    kinds: dict[str, list[int]] = {}
-    for node, text in enumerate(texts):
-        kinds.setdefault(text, []).append(node)
+    kinds = ranks_by(texts)
     if len(kinds) == 1:
         return list(kinds)
     return [

@@ -191,7 +191,7 @@ def test_kinds_of_file_systems():
 
 
 def test_an_exception_in_a_check_is_a_failure():
-    outcome = attempt(Job(), lambda: 1 / 0)
+    outcome = attempt(Job(), lambda job: 1 / 0)
     assert (outcome.state, outcome.text) == (
         "FAILED",
         "ZeroDivisionError: division by zero",
