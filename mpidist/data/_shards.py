@@ -17,15 +17,7 @@ from mpidist.data._options import (
     InputReplicationMode,
     as_policy,
 )
-from mpidist.data._rows import (
-    LazyBlock,
-    RowBlock,
-    block_of,
-    count_rows,
-    join,
-    split_as_it_comes,
-    split_by_plan,
-)
+from mpidist.data._rows import LazyBlock, RowBlock, block_of, count_rows, join
 from mpidist.data._sources import Items, is_nest
 from mpidist.data._stages import UNKNOWN, Block, Derived, Part, Pass, Stage, Token
 
@@ -127,6 +119,38 @@ def _describe(x: object) -> str:
         return f"{block_of(x, 'dataset')!s:.160}"
     except TypeError:
         return f"{x!r:.80}"
+
+
+# --- the rows of each replica ------------------------------------------------------
+# TensorFlow has both rules, and the auto-shard policy determines which one it uses
+# (`tensorflow/python/data/experimental/ops/distribute.py` of 2.21:
+# `_LegacyRebatchDataset` for AUTO and DATA, `_RebatchDataset` for OFF).
+
+
+def split_as_it_comes(rows: int, replicas: int, replica: int) -> tuple[int, int]:
+    """Return the first row of a replica, and the one after its last.
+
+    Parts of ceil(rows / replicas) rows, until there are no more: 5 rows over 4 replicas
+    are 2, 2, 1, 0.
+    """
+    piece = -(-rows // replicas)
+    return min(rows, replica * piece), min(rows, (replica + 1) * piece)
+
+
+def split_by_plan(
+    rows: int, replicas: int, replica: int, batch_size: int
+) -> tuple[int, int]:
+    """Return the first row of a replica, and the one after its last.
+
+    The full batch is split into parts whose sizes differ by at most one, the larger
+    ones first: 5 rows over 4 replicas are 2, 1, 1, 1. A smaller batch fills these parts
+    in order: 6 rows of 8 over 3 replicas are 3, 3, 0. A batch with more rows than the
+    full one gets its own plan.
+    """
+    piece, larger = divmod(max(rows, batch_size), replicas)
+    start = replica * piece + min(replica, larger)
+    stop = start + piece + (replica < larger)
+    return min(rows, start), min(rows, stop)
 
 
 def split_rows(

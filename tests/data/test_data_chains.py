@@ -15,7 +15,7 @@ from random_examples import HealthCheck, given, settings, st
 
 from mpidist.data import UNKNOWN_CARDINALITY, Dataset
 from mpidist.data._dataset import stage_of
-from mpidist.data._rows import split_as_it_comes
+from mpidist.data._shards import split_as_it_comes
 
 MOST = 120  # elements
 

@@ -17,7 +17,7 @@ from mpidist import data
 from mpidist._base import shuffle_seeds
 from mpidist._strategy.strategy import group_of
 from mpidist.data import ArraySpec, AutoShardPolicy, Dataset, _sources
-from mpidist.data._rows import split_as_it_comes, split_by_plan
+from mpidist.data._shards import split_as_it_comes, split_by_plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 core = pytest.mark.core

@@ -20,7 +20,7 @@ from mpidist._base import shuffle_seeds, threads
 from mpidist.data import ArraySpec, Dataset, DistributedDataset
 from mpidist.data._ahead import read_ahead
 from mpidist.data._dataset import stage_of
-from mpidist.data._rows import split_as_it_comes, split_by_plan
+from mpidist.data._shards import split_as_it_comes, split_by_plan
 
 ROWS = 10
 

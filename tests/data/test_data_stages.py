@@ -13,7 +13,7 @@ from test_data_state import BATCH, ROWS, Resumable, gathered, shuffled
 
 import mpidist
 from mpidist.data import AutoShardPolicy, Dataset, Options
-from mpidist.data._rows import split_as_it_comes, split_by_plan
+from mpidist.data._shards import split_as_it_comes, split_by_plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 core = pytest.mark.core
