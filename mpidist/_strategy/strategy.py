@@ -269,15 +269,14 @@ class Strategy:
             strategy.reduce("SUM", squares, axis=None)  # 5.0
         """
         kwargs = {} if kwargs is None else kwargs
-        given = self._group, _RUN, fn, args, kwargs
-        if self._group.before_run is not None:
-            self._group.before_run()
+        group = self._group
+        given = group, _RUN, fn, args, kwargs
+        if group.before_run is not None:
+            group.before_run()
         own = type(self).scope is not Strategy.scope  # may have creators of variables
-        if own and not (
-            context.is_in_replica(self._group) or context.current().coordinator
-        ):
+        if own and not (context.is_in_replica(group) or context.current().coordinator):
             with contextlib.ExitStack() as stack:
-                with dispatch.checking(self._group, "Strategy.run"):
+                with dispatch.checking(group, "Strategy.run"):
                     stack.enter_context(self.scope())
                 return dispatch.perform(*given, call="Strategy.run")
         return dispatch.perform(*given, call="Strategy.run")
