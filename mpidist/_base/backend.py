@@ -154,9 +154,10 @@ def _not_an_array(x: object) -> str:
             f"{type(x).__module__}.{kind}; write "
             "`numpy.from_dlpack(x)` or `cupy.from_dlpack(x)`, which do not copy"
         )
+    how = "x.toarray()" if hasattr(x, "toarray") else "numpy.asarray(x)"
     return (
         f"expected an array or a number, got {x!r:.80} of type {kind}; "
-        "write `numpy.asarray(x)` if it holds numbers"
+        f"write `{how}` if it holds numbers"
     )
 
 

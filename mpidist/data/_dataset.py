@@ -81,7 +81,7 @@ class Dataset(metaclass=_Names):
 
         Raises:
             TypeError: if it is none of these, or the name is no str.
-            ValueError: if the first dimensions differ, or there is none.
+            ValueError: if the first dimensions differ, or there is none, as of text.
 
         Example::
 

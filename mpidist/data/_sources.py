@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from mpidist._base import nest, shuffle_seeds
+from mpidist._base.expect import expect
 from mpidist._base.types import DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
 from mpidist.data._positions import OutOfRangeError
@@ -250,6 +252,10 @@ def _copied(x: Any) -> Any:
 def slices_of(tensors: Nest) -> Stage:
     """Return the stage for the argument of ``from_tensor_slices``."""
     name = "Dataset.from_tensor_slices"
+    hint = 'write `from_tensor_slices(numpy.load(path, mmap_mode="r"))` for its rows'
+    is_path = isinstance(tensors, (str, bytes, os.PathLike))
+    what = "arrays of at least one dimension, not text or the name of a file"
+    expect(not is_path, name, what, tensors, hint, error=ValueError)
     if _is_row_source(tensors):
         return Rows(tensors)
     leaves, structure = nest.flatten(lists_to_arrays(tensors, tuples=True))

@@ -2,6 +2,7 @@
 
 import time
 import traceback
+import types
 
 import numpy as np
 import pytest
@@ -306,6 +307,7 @@ def test_merge_fn_that_raises(strategy, rank):
         (np.array([object()]), TypeError, "dtype object"),
         ("text", TypeError, "'text'"),
         (None, TypeError, "got None"),
+        (types.SimpleNamespace(toarray=None), TypeError, "`x.toarray()`"),  # as scipy's
         (np.array(["a"]), TypeError, "dtype <U1"),
         (2**70, OverflowError, "64 bits"),
         (np.ma.masked_array([1.0], [True]), TypeError, "mask"),

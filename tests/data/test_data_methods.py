@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -680,6 +681,8 @@ D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
         ),
         (lambda: D.from_tensor_slices(np.float32(3)), ValueError, "at least one"),
         (lambda: D.from_tensor_slices({}), ValueError, "at least one dimension"),
+        (lambda: D.from_tensor_slices("x.npy"), ValueError, r"numpy.load\(path, "),
+        (lambda: D.from_tensor_slices(Path("x")), ValueError, r"numpy.load\(path, "),
         (
             lambda: D.from_tensor_slices((np.ones(3), np.ones(4))),
             ValueError,
