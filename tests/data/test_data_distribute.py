@@ -737,6 +737,7 @@ def test_make_numpy_dataset_of_nested_lists(strategy):
         strategy.run(lambda: strategy.experimental_make_numpy_dataset(x))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_arrays_that_differ_between_ranks_warn(strategy, rank, size):
     rows = np.arange(24.0).reshape(12, 2)
 
