@@ -63,12 +63,12 @@ class Remainder:
         path: str,
     ) -> None:
         """Note the objects, and the collective function that restores more of them."""
+        self.names: set[str] = set()  # first, since `__del__` asks for it
         self._objects, self._restore = objects, restore
         self.group: ReplicaGroup = group
         self.path: str = path
         self.number: int = next(_numbers)
         self.saved: set[str] = set()
-        self.names: set[str] = set()
         self.lost: set[str] = set()
         self._containers: dict[str, object] = {}
         self.later: list[LaterItem] = []

@@ -2,7 +2,8 @@
 
 A nest that has room behind the header takes one collective of MPI. A larger one takes
 two, of which the core starts the second when the headers agree, without Python in
-between (``_native/py_between.c``).
+between (``_native/py_between.c``); or with the header, if the ranks expect the call
+(``_native/guess.h``).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@
 #include <numpy/arrayobject.h>
 
 #include "algorithms.h"
+#include "guess.h"
 
 #define PAGE 4096
 
@@ -60,6 +61,7 @@ struct Carrier {
   int rank, size;
   int busy;           /* a call is under way, which began at `start` */
   int active, moves;  /* requests of MPI in progress; whether they are of data */
+  int lends;          /* whether MPI has arrays of the caller then */
   double start, last; /* of this header, and of the one before */
   double seconds;     /* spent in calls */
   PyObject *pause;
@@ -83,6 +85,13 @@ typedef int (*mpi_iallreduce)(const void *, void *, int, intptr_t, intptr_t, int
 typedef int (*mpi_iallgather)(const void *, int, intptr_t, void *, int, intptr_t, intptr_t, void *);
 #define MOST_REQUESTS 64
 
+/* Data that MPI moves. */
+typedef struct {
+  md_data data;
+  const unsigned char *from;
+  unsigned char *to;
+} Transfer;
+
 typedef struct Between {
   Carrier carrier;
   Py_buffer sent, received; /* elements: a header each, and room for a payload */
@@ -98,8 +107,13 @@ typedef struct Between {
     mpi_iallgather iallgather;
     intptr_t comm, byte, element, op; /* handles */
   } mpi;
+  md_guesses guesses;
+  int64_t next_kind, kind; /* for `guesses`: of the call that begins, if it has one; in progress */
+  const Transfer *offer; /* data of the call that begins, if they are expected */
+  int went;              /* whether the data of the last header went with it */
+  unsigned char *other;  /* memory of no meaning for a call that was not expected */
   /* Of the header, or the data, in progress: of its `active` requests. */
-  int next;                      /* how many have completed */
+  int next, awaited;             /* how many have completed; of those of which `Test` tells */
   void *pending[MOST_REQUESTS];  /* where they are */
   intptr_t requests[MOST_REQUESTS];
   unsigned char *scratch; /* for data */
@@ -246,15 +260,20 @@ md_header header_with(Carrier *self, const long long words[WORDS]);
 /* A call that is a header: `Medium.meet`. */
 int meet_ranks(Carrier *self, const long long words[WORDS], const md_small *small,
                PyObject *keeper);
-/* Allocate what `plan` needs for a nest that has no room behind its header, and reduce it behind
-   one; -1: an exception. */
+/* Allocate what `plan` needs for a nest that has no room behind its header; -1: an exception.  And
+   exchange a header, and reduce the nest; return the status, or -1 with an exception.  `kind`: of
+   calls with this nest, of which each may have a fingerprint of its own that contains it. */
 int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest);
-int between_move(Between *self, const MovePlan *plan, const md_small *small);
+int between_reduce(Between *self, const MovePlan *plan, const long long words[WORDS],
+                   const md_small *small, int64_t kind, PyObject *keeper);
 /* The room for this rank's part of a payload that all gather, and the part of a rank: where headers
    are merged each has a share of the room, and the others leave it 0. */
 unsigned char *between_own_part(const Between *self);
 const unsigned char *between_part(const Between *self, int rank);
-/* Gather `nbytes` of each rank behind a header; -1: an exception. */
+/* Offer `nbytes` of each rank to be gathered with the next header, in `offer`; and gather them
+   behind it, if they did not go; -1: an exception. */
+void between_offer(Between *self, Transfer *offer, int64_t fingerprint, const void *from,
+                   void *rows, size_t nbytes);
 int between_gather(Between *self, const void *from, void *rows, size_t nbytes);
 /* Whether a call was broken off while MPI was moving data: MPI may still write to its results, and
    read its arrays. */

@@ -8,7 +8,8 @@
    - *merged*: an all-reduce by `md_between_op`, which merges two headers and adds two payloads.
      MPI adds in a tree over the ranks in their order, and gives the result to all.
 
-   A payload without room follows as collectives of its own (`move`), when the headers agree.
+   A payload without room follows as collectives of its own (`move`), when the headers agree; or
+   goes with the header, if the ranks expect it (guess.h).
 
    No mpi.h: Python makes the request of the headers (mpidist/_mpi/between.py), and gives the
    addresses of MPI's functions and the values of its handles.  In every ABI of MPI a handle is an
@@ -76,7 +77,7 @@ void md_between_op(void *from, void *to, int *len, void *datatype) {
   const Between *self = merging;
   while (self && self->key != header->source_offset) self = self->sibling;
   pthread_mutex_unlock(&merging_lock); /* a header is in progress, so it stays */
-  if (!self || *len != 1) { /* not ours: cannot be */
+  if (!self || *len != 1) {            /* not ours: cannot be */
     header->result_offset = 0;
     return;
   }
@@ -110,11 +111,92 @@ static int start_collective(Between *self) {
   return code ? failed(self, code) : 0;
 }
 
+/* Memory for what MPI sends and receives; NULL: an exception. */
+static unsigned char *scratch_of(Between *self, size_t nbytes) {
+  if (self->scratch_bytes >= nbytes) return self->scratch;
+  unsigned char *memory = NULL;
+  if (posix_memalign((void **)&memory, MD_LINE, nbytes)) {
+    PyErr_NoMemory();
+    return NULL;
+  }
+  /* Another thread may make a plan in a call of this one: then it is leaked. */
+  if (!self->carrier.busy && !self->carrier.active) free(self->scratch);
+  self->scratch = memory;
+  self->scratch_bytes = nbytes;
+  return memory;
+}
+
+int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest) {
+  if (!plan->leaves || nest->nbytes <= self->room) return 0;
+  size_t copies = nest->count > 1 ? 2 : 0;
+  if (plan->gathers) copies += (size_t)self->carrier.size;
+  return copies && !scratch_of(self, copies * nest->nbytes) ? -1 : 0;
+}
+
+static intptr_t *next_request(Between *self) {
+  if (self->carrier.active == MOST_REQUESTS) {
+    PyErr_SetString(PyExc_RuntimeError, "Between: too many kinds of leaves");
+    return NULL;
+  }
+  intptr_t *request = &self->requests[self->carrier.active];
+  *request = 0;
+  self->pending[self->carrier.active] = request;
+  return request;
+}
+
+static int start_gather(Between *self, const Transfer *move) {
+  int nbytes = (int)move->data.nbytes;
+  intptr_t byte = self->mpi.byte, *request = next_request(self);
+  if (!request) return -1;
+  int code = self->mpi.iallgather(move->from, nbytes, byte, move->to, nbytes, byte,
+                                  self->mpi.comm, request);
+  if (code) return failed(self, code);
+  self->carrier.active++;
+  self->iallgathers++;
+  return 0;
+}
+
+/* Start a transfer: an all-reduce goes in pieces. */
+static int start_transfer(Between *self, const Transfer *move) {
+  const md_data *data = &move->data;
+  if (data->gathers) return start_gather(self, move);
+  size_t nbytes = data->nbytes, pieces = nbytes / data->piece_bytes;
+  if (pieces > (size_t)data->in_flight) pieces = (size_t)data->in_flight;
+  if (!pieces) pieces = 1;
+  size_t step = (nbytes / pieces + MD_LINE - 1) / MD_LINE * MD_LINE;
+  for (size_t at = 0; at < nbytes; at += step) {
+    size_t length = nbytes - at < step ? nbytes - at : step;
+    intptr_t *request = next_request(self);
+    if (!request) return -1;
+    int code =
+        self->mpi.iallreduce(move->from + at, move->to + at, (int)(length / data->itemsize),
+                             data->datatype, data->op, self->mpi.comm, request);
+    if (code) return failed(self, code);
+    self->carrier.active++;
+    self->iallreduces++;
+  }
+  return 0;
+}
+
+/* With the header that was started, start the data that all ranks expect: of `offer`, if they are
+   its own; -1: an exception. */
+static int start_early(Between *self, const Transfer *offer) {
+  const md_habit *guess = md_guess(&self->guesses);
+  if (!guess) return 0;
+  Transfer other = {guess->data, self->other, self->other + guess->data.nbytes};
+  self->carrier.lends = offer != NULL;
+  return start_transfer(self, offer ? offer : &other);
+}
+
 /* Publish a header, whose payload is in its room already.  `nest`: of a payload to be added, which
    `keeper` keeps while MPI may call the op. */
 static int publish(Between *self, const md_header *header, const md_nest *nest,
                    PyObject *keeper) {
   md_header *sent = self->sent.buf;
+  const Transfer *offer = self->offer;
+  self->kind = self->next_kind ? self->next_kind : header->fingerprint;
+  self->offer = NULL;
+  self->next_kind = 0;
   if (self->carrier.active) {
     PyErr_SetString(PyExc_RuntimeError, "Between: a header was abandoned");
     return -1;
@@ -131,25 +213,28 @@ static int publish(Between *self, const md_header *header, const md_nest *nest,
   self->headers++;
   self->next = 0;
   self->carrier.active = 1;
-  return 0;
+  int wrong = start_early(self, offer);
+  self->awaited = self->carrier.active;
+  return wrong;
 }
 
-/* Whether the header, or what `move` has started, has completed; -1: an exception. */
+/* Whether the first `awaited` requests have completed; -1: an exception. */
 static int test_some(Between *self, int tests) {
-  for (int i = 0; i < tests && self->carrier.active; i++) {
+  for (int i = 0; i < tests && self->carrier.active && self->next < self->awaited; i++) {
     int done = 0, code = self->mpi_test(self->pending[self->next], &done, self->status);
     if (code) return failed(self, code);
     if (done && ++self->next == self->carrier.active) self->carrier.active = 0;
   }
-  return !self->carrier.active;
+  return !self->carrier.active || self->next >= self->awaited;
 }
 
-/* Return when it has completed; -1: an exception. */
-static int wait_for_all(Between *self) {
+/* Return when they have; -1: an exception. */
+static int wait_for(Between *self, int awaited) {
+  self->awaited = awaited;
   int there = test_some(self, self->first_tests);
   for (int i = 0; !there && (i < YIELDS || !self->wait); i++) {
     Py_BEGIN_ALLOW_THREADS sched_yield();
-    Py_END_ALLOW_THREADS
+    Py_END_ALLOW_THREADS;
     if (PyErr_CheckSignals()) return -1;
     there = test_some(self, TESTS_BETWEEN);
   }
@@ -157,18 +242,36 @@ static int wait_for_all(Between *self) {
   PyObject *none = PyObject_CallOneArg(self->wait, (PyObject *)self);
   if (!none) return -1;
   Py_DECREF(none);
-  if (!self->carrier.active) return 0;
+  if (!self->carrier.active || self->next >= awaited) return 0;
   PyErr_SetString(PyExc_RuntimeError, "Between: `wait` has not waited");
   return -1;
 }
 
-/* The status of the header, which has completed. */
-static int judge(Between *self) {
+/* Return when the header has completed, and what went with it; -1: an exception. */
+static int wait_for_header(Between *self) {
+  int all = self->carrier.active;
+  if (all > 1) {
+    if (wait_for(self, 1)) return -1;
+    self->carrier.moves = self->carrier.lends;
+  }
+  return wait_for(self, all);
+}
+
+static int compare(Between *self) {
   if (self->merges) return md_judge_merged(&self->verdict, self->received.buf);
   const md_header *headers[self->carrier.size];
   for (int r = 0; r < self->carrier.size; r++)
     headers[r] = (const md_header *)(payload_of(self, r) - sizeof(md_header));
   return md_compare(&self->verdict, headers, self->carrier.size, self->carrier.rank);
+}
+
+/* The status of the header, which has completed. */
+static int judge(Between *self) {
+  int status = compare(self);
+  self->went = status == MD_OK && self->carrier.lends;
+  self->carrier.moves = self->carrier.lends = 0;
+  md_note(&self->guesses, status == MD_OK ? self->kind : 0);
+  return status;
 }
 
 static void take_sum(Between *self, const md_small *small, const unsigned char *const *payloads,
@@ -189,95 +292,70 @@ static void take_sum(Between *self, const md_small *small, const unsigned char *
 
 static void take_payload(Between *self, const md_small *small) {
   const unsigned char *payloads[self->carrier.size];
-  for (int r = 0; r < (self->merges ? 1 : self->carrier.size); r++) payloads[r] = payload_of(self, r);
+  for (int r = 0; r < (self->merges ? 1 : self->carrier.size); r++)
+    payloads[r] = payload_of(self, r);
   take_sum(self, small, payloads, self->merges);
 }
 
 /* --- data behind a header ------------------------------------------------------------- */
 
-/* Memory for what MPI sends and receives; NULL: an exception. */
-static unsigned char *scratch_of(Between *self, size_t nbytes) {
-  if (self->scratch_bytes >= nbytes) return self->scratch;
-  unsigned char *memory = NULL;
-  if (posix_memalign((void **)&memory, MD_LINE, nbytes)) {
-    PyErr_NoMemory();
-    return NULL;
-  }
-  if (!self->carrier.moves) free(self->scratch); /* otherwise it is leaked: MPI, or `move`, uses it */
-  self->scratch = memory;
-  self->scratch_bytes = nbytes;
-  return memory;
+/* The transfer of the leaves of one kind from number *i on, which becomes that of the next kind. */
+static Transfer next_transfer(const MovePlan *plan, const Transfer *whole, const md_nest *nest,
+                              int *i) {
+  const md_leaf *first = &nest->leaves[*i];
+  const MoveLeaf *kind = &plan->leaves[*i];
+  size_t stop = first->start;
+  /* With the bytes between them, which nobody reads. */
+  for (; *i < nest->count && plan->leaves[*i].datatype == kind->datatype &&
+         plan->leaves[*i].op == kind->op;
+       ++*i)
+    stop = nest->leaves[*i].start + nest->leaves[*i].nbytes;
+  return (Transfer){.data = {.nbytes = stop - first->start,
+                             .piece_bytes = plan->piece_bytes,
+                             .itemsize = kind->itemsize,
+                             .datatype = kind->datatype,
+                             .op = kind->op,
+                             .in_flight = plan->in_flight},
+                    .from = whole->from + first->start,
+                    .to = whole->to + first->start};
 }
 
-int between_reserve(Between *self, const MovePlan *plan, const md_nest *nest) {
-  if (!plan->leaves || nest->nbytes <= self->room) return 0;
-  size_t copies = nest->count > 1 ? 2 : 0;
-  if (plan->gathers) copies += (size_t)self->carrier.size;
-  return copies && !scratch_of(self, copies * nest->nbytes) ? -1 : 0;
+static Transfer gather_of(const void *from, void *rows, size_t nbytes) {
+  return (Transfer){.data = {.nbytes = nbytes, .gathers = 1}, .from = from, .to = rows};
 }
 
-/* Start the all-reduce of one leaf, or of leaves of one kind behind each other, in pieces. */
-static int start_reduction(Between *self, const MovePlan *plan, const MoveLeaf *leaf,
-                           const unsigned char *from, unsigned char *to, size_t nbytes) {
-  size_t pieces = nbytes / plan->piece_bytes;
-  if (pieces > (size_t)plan->in_flight) pieces = (size_t)plan->in_flight;
-  if (!pieces) pieces = 1;
-  size_t step = (nbytes / pieces + MD_LINE - 1) / MD_LINE * MD_LINE;
-  for (size_t at = 0; at < nbytes; at += step) {
-    size_t length = nbytes - at < step ? nbytes - at : step;
-    self->requests[self->carrier.active] = 0;
-    self->pending[self->carrier.active] = &self->requests[self->carrier.active];
-    int code = self->mpi.iallreduce(from + at, to + at, (int)(length / leaf->itemsize),
-                                    leaf->datatype, leaf->op, self->mpi.comm,
-                                    self->pending[self->carrier.active]);
-    if (code) return failed(self, code);
-    self->carrier.active++;
-    self->iallreduces++;
-  }
-  return 0;
+/* Where a nest moves from and to, and the first of its transfers; whether there is only one. */
+static int lay_out_transfer(const Between *self, const MovePlan *plan, const md_small *small,
+                            Transfer *whole, Transfer *first) {
+  const md_nest *nest = small->nest;
+  int copied = nest->count > 1, i = 0;
+  /* One leaf is the caller's array, which ends with its last element. */
+  size_t row = copied ? nest->nbytes : nest->leaves[0].nbytes;
+  unsigned char *behind = self->scratch + (copied ? row : 0);
+  *whole = gather_of(copied ? self->scratch : small->sources[0],
+                     copied || plan->gathers ? behind : small->results[0], row);
+  *first = *whole;
+  if (plan->gathers) return 1;
+  *first = next_transfer(plan, whole, nest, &i);
+  return i == nest->count;
 }
 
-static int start_gather(Between *self, const void *from, void *rows, size_t nbytes) {
-  self->requests[0] = 0;
-  self->pending[0] = &self->requests[0];
-  int code = self->mpi.iallgather(from, (int)nbytes, self->mpi.byte, rows, (int)nbytes,
-                                  self->mpi.byte, self->mpi.comm, self->pending[0]);
-  if (code) return failed(self, code);
-  self->carrier.active = 1;
-  self->iallgathers++;
-  return 0;
-}
-
-/* Start to move a nest that had no room, from `from` to `to`, which have its layout; or to gather
-   rows of `row` bytes. */
+/* Start to move a nest that had no room. */
 static int start_moving(Between *self, const MovePlan *plan, const md_nest *nest,
-                        const unsigned char *from, unsigned char *to, size_t row) {
-  if (plan->gathers) return start_gather(self, from, to, row);
+                        const Transfer *whole) {
+  if (plan->gathers) return start_transfer(self, whole);
   for (int i = 0; i < nest->count;) {
-    const md_leaf *first = &nest->leaves[i];
-    const MoveLeaf *kind = &plan->leaves[i];
-    size_t stop = first->start;
-    /* Leaves of one kind go together, with the bytes between them, which nobody reads. */
-    for (; i < nest->count && plan->leaves[i].datatype == kind->datatype &&
-           plan->leaves[i].op == kind->op;
-         i++)
-      stop = nest->leaves[i].start + nest->leaves[i].nbytes;
-    if (self->carrier.active + plan->in_flight > MOST_REQUESTS) {
-      PyErr_SetString(PyExc_RuntimeError, "Between: too many kinds of leaves");
-      return -1;
-    }
-    if (start_reduction(self, plan, kind, from + first->start, to + first->start,
-                        stop - first->start))
-      return -1;
+    const Transfer move = next_transfer(plan, whole, nest, &i);
+    if (start_transfer(self, &move)) return -1;
   }
   return 0;
 }
 
 /* Wait for data that were started, unless something went wrong; -1: an exception. */
 static int end_moving(Between *self, int wrong) {
-  if (!wrong && self->carrier.active) wrong = wait_for_all(self);
-  if (wrong) {
-    self->carrier.active = self->carrier.active ? self->carrier.active : 1; /* no other header: MPI may use memory */
+  if (!wrong && self->carrier.active) wrong = wait_for(self, self->carrier.active);
+  if (wrong) { /* no other header: MPI may use memory */
+    if (!self->carrier.active) self->carrier.active = 1;
     return -1;
   }
   self->carrier.moves = 0;
@@ -291,33 +369,68 @@ static int begin_moving(Between *self) {
   return 0;
 }
 
-int between_gather(Between *self, const void *from, void *rows, size_t nbytes) {
-  if (begin_moving(self)) return -1;
-  int wrong = end_moving(self, start_gather(self, from, rows, nbytes));
-  return end_call(&self->carrier, wrong);
+/* Whether such data may go with a header. */
+static int may_be_early(const Between *self, const md_data *data) {
+  size_t moved = data->nbytes * (data->gathers ? (size_t)self->carrier.size : 1);
+  return moved <= MD_MOST_GUESSED;
 }
 
-int between_move(Between *self, const MovePlan *plan, const md_small *small) {
-  const md_nest *nest = small->nest;
-  const unsigned char *from = small->sources[0], *payloads[self->carrier.size];
-  unsigned char *to = small->results[0], *scratch = self->scratch;
-  if (nest->count > 1) {
-    md_small_put(small, scratch);
-    from = scratch;
-    to = scratch += nest->nbytes;
+static void learn(Between *self, const md_data *data) {
+  if (may_be_early(self, data)) md_learn(&self->guesses, data);
+}
+
+/* Before the header of a call of this kind: its data go with it if ranks expect them. */
+static int offer_data(Between *self, int64_t kind, const Transfer *data) {
+  const md_habit *guess = md_guess(&self->guesses);
+  self->next_kind = kind;
+  if (!guess || guess->call != kind || !md_is_same(&guess->data, &data->data)) return 0;
+  self->offer = data;
+  return 1;
+}
+
+void between_offer(Between *self, Transfer *offer, int64_t fingerprint, const void *from,
+                   void *rows, size_t nbytes) {
+  *offer = gather_of(from, rows, nbytes);
+  offer_data(self, fingerprint, offer);
+}
+
+int between_gather(Between *self, const void *from, void *rows, size_t nbytes) {
+  const Transfer move = gather_of(from, rows, nbytes);
+  int wrong = 0;
+  if (!self->went) {
+    if (begin_moving(self)) return -1;
+    wrong = end_call(&self->carrier, end_moving(self, start_transfer(self, &move)));
   }
-  if (plan->gathers) to = scratch;
-  /* One leaf is the caller's array, which ends with its last element. */
-  size_t row = nest->count > 1 ? nest->nbytes : nest->leaves[0].nbytes;
+  if (!wrong) learn(self, &move.data);
+  return wrong;
+}
+
+int between_reduce(Between *self, const MovePlan *plan, const long long words[WORDS],
+                   const md_small *small, int64_t kind, PyObject *keeper) {
+  if (require_idle(self->carrier.busy || self->carrier.active)) return -1;
+  const md_nest *nest = small->nest;
+  Transfer whole, first;
+  int one = lay_out_transfer(self, plan, small, &whole, &first);
+  unsigned char *packed = nest->count > 1 ? self->scratch : NULL;
+  if (!one) self->next_kind = kind;
+  else if (offer_data(self, kind, &first) && packed) md_small_put(small, packed);
+  int status = meet_ranks(&self->carrier, words, NULL, keeper);
+  if (status != MD_OK) return status;
+  const unsigned char *payloads[self->carrier.size];
   for (int r = 0; r < self->carrier.size; r++)
-    payloads[r] = to + (plan->gathers ? (size_t)r * row : 0);
-  if (begin_moving(self)) return -1;
-  /* The sums are MPI's own: they must not depend on the state of this thread. */
-  md_float_state before = md_enter_default_state();
-  int wrong = end_moving(self, start_moving(self, plan, nest, from, to, row));
-  md_leave_default_state(before);
-  if (!wrong) take_sum(self, small, payloads, !plan->gathers);
-  return end_call(&self->carrier, wrong);
+    payloads[r] = whole.to + (plan->gathers ? (size_t)r * whole.data.nbytes : 0);
+  if (!self->went) {
+    if (packed) md_small_put(small, packed);
+    if (begin_moving(self)) return -1;
+    /* The sums are MPI's own: they must not depend on the state of this thread. */
+    md_float_state before = md_enter_default_state();
+    int wrong = end_moving(self, start_moving(self, plan, nest, &whole));
+    md_leave_default_state(before);
+    if (end_call(&self->carrier, wrong)) return -1;
+  }
+  take_sum(self, small, payloads, !plan->gathers);
+  if (one) learn(self, &first.data);
+  return MD_OK;
 }
 
 /* --- the medium, and for Python ----------------------------------------------------------- */
@@ -326,7 +439,11 @@ static int meet_by_mpi(Carrier *carrier, const md_header *header, const md_small
                        PyObject *keeper) {
   Between *self = (Between *)carrier;
   if (small && small->sources) md_small_put(small, room_of(self));
-  if (publish(self, header, small ? small->nest : NULL, keeper) || wait_for_all(self)) return -1;
+  md_float_state before = md_enter_default_state(); /* for data that go with the header */
+  int wrong =
+      publish(self, header, small ? small->nest : NULL, keeper) || wait_for_header(self);
+  md_leave_default_state(before);
+  if (wrong) return -1;
   int status = judge(self);
   if (status == MD_OK && small && small->results) take_payload(self, small);
   return status;
@@ -366,7 +483,7 @@ static PyObject *Between_complete(Between *self, PyObject *pending) {
       if (done) Py_RETURN_TRUE;
     }
     Py_BEGIN_ALLOW_THREADS sched_yield();
-    Py_END_ALLOW_THREADS
+    Py_END_ALLOW_THREADS;
     if (PyErr_CheckSignals()) return NULL;
   }
   Py_RETURN_FALSE;
@@ -391,16 +508,17 @@ static void forget(Between *self) {
 }
 
 static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"sent",   "received",  "rank",    "size",       "tests", "key",   "request",
-                          "status", "functions", "handles", "address_of", "fail",  "owner", NULL};
+  static char *names[] = {"sent",       "received", "rank",   "size",      "tests",
+                          "key",        "request",  "status", "functions", "handles",
+                          "address_of", "fail",     "owner",  NULL};
   PyObject *sent, *received, *address_of, *fail, *owner;
   unsigned long long request, status, start, test, iallreduce, iallgather;
   unsigned long long comm, byte, element_type, op;
   int rank, size, tests;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOiiiLKK(KKKK)(KKKK)OOO", names, &sent,
-                                   &received, &rank, &size, &tests, &self->key, &request, &status,
-                                   &start, &test, &iallreduce, &iallgather, &comm, &byte,
-                                   &element_type, &op, &address_of, &fail, &owner))
+                                   &received, &rank, &size, &tests, &self->key, &request,
+                                   &status, &start, &test, &iallreduce, &iallgather, &comm,
+                                   &byte, &element_type, &op, &address_of, &fail, &owner))
     return -1;
   if (PyObject_GetBuffer(sent, &self->sent, PyBUF_WRITABLE)) return -1;
   if (PyObject_GetBuffer(received, &self->received, PyBUF_WRITABLE)) {
@@ -415,6 +533,14 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
     PyBuffer_Release(&self->sent);
     PyBuffer_Release(&self->received);
     PyErr_SetString(PyExc_ValueError, "Between: memory that is not one of elements");
+    return -1;
+  }
+  /* Only a wrong guess touches it: `MD_MOST_GUESSED` for results, and less for what is sent. */
+  self->other = calloc(2, MD_MOST_GUESSED);
+  if (!self->other) {
+    PyBuffer_Release(&self->sent);
+    PyBuffer_Release(&self->received);
+    PyErr_NoMemory();
     return -1;
   }
   open_carrier(&self->carrier, &mpi, rank, size, &self->verdict);
@@ -460,6 +586,7 @@ static void Between_dealloc(Between *self) {
   Py_XDECREF(self->wait);
   Py_XDECREF(self->carrier.pause);
   free(self->scratch);
+  free(self->other);
   Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

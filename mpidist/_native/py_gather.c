@@ -132,14 +132,23 @@ Py_ssize_t gather_needs(const Gather *self, Py_ssize_t length) {
   return length * self->carrier->size;
 }
 
-/* Gather the one leaf behind a header, if it did not fit, and is of one length on all ranks; -1: an
-   exception. */
-static int fill(Gather *self, const void *source, void *result) {
-  if (!result || !is_one_block(self) || !self->carrier->verdict->largest) return 0;
+/* Whether the one leaf did not fit, on some rank, and is of one length on all. */
+static int is_large_and_even(const Gather *self) {
   int64_t length = *(const int64_t *)gather_slot(self, self->carrier->rank);
   for (int r = 0; r < self->carrier->size; r++)
     if (*(const int64_t *)gather_slot(self, r) != length) return 0;
-  size_t nbytes = self->leaves[0].row * (size_t)length;
+  return self->carrier->verdict->largest != 0;
+}
+
+/* Gather the one leaf behind a header, if it is large and even; -1: an exception. */
+static int fill(Gather *self, const void *source, void *result) {
+  if (!is_one_block(self)) return 0;
+  if (!is_large_and_even(self)) {
+    md_unlearn(&self->between->guesses);
+    return 0;
+  }
+  if (!result) return 0; /* on no rank */
+  size_t nbytes = self->leaves[0].row * (size_t)self->lengths[0];
   if (between_gather(self->between, source, result, nbytes)) return -1;
   self->filled = 1;
   count_gather(self, nbytes);
@@ -254,6 +263,10 @@ static int meet(Gather *self, unsigned char *slot, long long fingerprint, long l
     memcpy(slot + at, self->parts[i].from, nbytes);
     at += align8(nbytes);
   }
+  Transfer offer;
+  if (result && !fits && is_one_block(self))
+    between_offer(self->between, &offer, fingerprint, self->parts[0].from, result,
+                  self->leaves[0].row * (size_t)self->lengths[0]);
   int status = exchange(self, slot, fits, fingerprint, timeout_ms, result_offset);
   if (status == MD_OK && has_room(self)) {
     status = spread(self);

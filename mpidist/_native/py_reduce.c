@@ -194,7 +194,7 @@ static int get_arrays(Reduce *self, PyObject *arrays, int use, void **where) {
   return 0;
 }
 
-int is_abandoned(const Carrier *self) { return self->moves && self->active; }
+int is_abandoned(const Carrier *self) { return (self->moves || self->lends) && self->active; }
 
 /* Count a reduction, if it was done. */
 static void count_reduction(const Reduce *self, int status) {
@@ -209,9 +209,9 @@ static int reduce_small(Reduce *self, const void *const *sources, void *const *r
   const long long words[WORDS] = {0, fingerprint, 0, 0, timeout_ms, MD_NOWHERE};
   const md_small small = {&self->nest, sources, results};
   int fits = self->nest.nbytes <= self->room;
-  if (!fits && between_reserve(self->between, &self->move, &self->nest)) return -1;
-  int status = meet_ranks(self->carrier, words, fits ? &small : NULL, (PyObject *)self);
-  if (status == MD_OK && !fits && between_move(self->between, &self->move, &small)) return -1;
+  int status = fits ? meet_ranks(self->carrier, words, &small, (PyObject *)self)
+                    : between_reduce(self->between, &self->move, words, &small, self->fingerprint,
+                                     (PyObject *)self);
   count_reduction(self, status);
   return status;
 }

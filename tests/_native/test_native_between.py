@@ -647,3 +647,163 @@ def test_the_operation_runs_while_others_are_made_and_dropped() -> None:
         thread.join()
         sys.setswitchinterval(before)
     assert not wrong
+
+
+# --- data that go with the header, on a guess -----------------------------------------
+
+
+def reductions(world: World, fingerprint: int, length: int) -> list[Any]:
+    """Return for each rank an all-reduce that gathers, and has no room."""
+    return [
+        core.Reduce(
+            *(rank, [("f4", "SUM", (length,), 0)], 0, fingerprint, 0, True),
+            *((True, 1, 2**20), [(21, 31)]),
+        )
+        for rank in world.ranks
+    ]
+
+
+def reduce_on_all(world: World, plans: list[Any], *call: int) -> None:
+    """Reduce on all ranks, each of which waits in its thread; compare the sums.
+
+    Args:
+        world: the ranks.
+        plans: of each.
+        call: its fingerprint and time-out, if they are not the usual ones.
+    """
+    length = plans[0].nbytes // 4
+    results = [np.zeros(length, np.float32) for _ in plans]
+    in_threads(
+        [
+            functools.partial(
+                plan.eager, np.full(length, k + 1.0, np.float32), result, *call
+            )
+            for k, (plan, result) in enumerate(zip(plans, results, strict=True))
+        ]
+    )
+    assert all((x == sum(range(1, len(plans) + 1))).all() for x in results)
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> None:
+    statuses: list[Any] = [None] * len(calls)
+
+    def run(k: int) -> None:
+        statuses[k] = calls[k]()
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert statuses == [core.OK] * len(calls)
+
+
+@both_ways
+def test_the_data_of_a_call_that_is_expected_go_with_its_header(merges: bool) -> None:
+    world = World(2, merges)
+    one, other = reductions(world, 1, 64), reductions(world, 2, 96)
+
+    def started(fingerprint: int) -> int:
+        """Return how many data went with the header of another call."""
+        begun = world.ranks[0].iallgathers
+        same = header(fingerprint)
+        assert meet(world, same, same) == [core.OK] * 2
+        return int(world.ranks[0].iallgathers - begun)
+
+    def repeat(times: int, plans: list[Any]) -> None:
+        for _ in range(times):
+            assert started(9) == 0
+            reduce_on_all(world, plans)
+
+    repeat(3, one)  # after the third, `one` is expected behind itself and 9
+    assert started(9) == 0
+    assert started(9) == 1  # a wrong guess, which is not made again
+    reduce_on_all(world, one)
+    assert started(9) == 0
+    assert started(9) == 0
+    repeat(6, one)
+    begun = world.ranks[0].iallgathers
+    repeat(1, other)
+    assert [rank.iallgathers - begun for rank in world.ranks] == [2, 2]  # a wrong one
+    repeat(5, other)
+    assert [rank.iallgathers - begun for rank in world.ranks] == [7, 7]
+    assert started(9) == 0
+    assert started(7) == 1
+    assert (world.ranks[0].active, world.ranks[0].moves) == (0, 0)
+
+
+def test_a_guess_is_dropped_if_calls_differ() -> None:
+    world = World(2)
+    plans = reductions(world, 1, 64)
+    for _ in range(5):
+        reduce_on_all(world, plans)
+    begun = world.ranks[0].iallgathers
+    assert meet(world, header(1), header(3)) == [core.DIFFERENT] * 2
+    assert world.ranks[0].iallgathers == begun + 1  # both took part, for nothing
+    for _ in range(2):
+        assert meet(world, header(1), header(1)) == [core.OK] * 2
+    assert world.ranks[0].iallgathers == begun + 1  # nothing is known behind an error
+    assert meet(world, header(1, flag=1), header(1)) == [core.DIFFERENT] * 2
+    assert world.ranks[0].iallgathers == begun + 2
+    reduce_on_all(world, plans)
+
+
+def test_calls_of_one_kind_have_fingerprints_of_their_own() -> None:
+    """As those of an optimizer, which name its step."""
+    world = World(2)
+    plans = reductions(world, 1, 64)
+    for step in range(100, 106):
+        reduce_on_all(world, plans, step, 0)
+    begun = world.ranks[0].iallgathers
+    assert meet(world, header(1, flag=1), header(1)) == [core.DIFFERENT] * 2
+    assert world.ranks[0].iallgathers == begun + 1
+
+
+def test_an_error_of_mpi_while_it_starts_data_with_a_header() -> None:
+    world = World(2)
+    plans = reductions(world, 1, 64)
+    for _ in range(5):
+        reduce_on_all(world, plans)
+    world.code_of_data = 15
+    with pytest.raises(MPIError, match="15"):
+        world.ranks[0].meet(*header(1))
+    assert world.ranks[0].active
+    with pytest.raises(RuntimeError, match="abandoned"):
+        world.ranks[0].start(*header(1))
+
+
+def test_plans_that_another_thread_makes_during_calls_need_more_memory() -> None:
+    """The leaves of the call may be packed already."""
+    world = World(2)
+
+    def nests(factor: int) -> list[Any]:
+        leaves = [("f4", "SUM", (n * factor,), 0) for n in (64, 32)]
+        algorithm = (True, 1, 2**20), [(21, 31)] * 2
+        return [
+            core.Reduce(rank, leaves, 0, factor, 0, True, *algorithm)
+            for rank in world.ranks
+        ]
+
+    plans = nests(1)
+    sources = [np.full(64, 1.5, np.float32), np.full(32, 2.5, np.float32)]
+    for factor in range(2, 9):
+
+        def wait(between: Any, factor: int = factor) -> None:
+            world.held.clear()
+            while not between.Test():
+                time.sleep(0.001)
+            nests(factor)
+
+        for rank in world.ranks:
+            rank.wait = wait
+        world.held.add(0)
+        results = [[np.zeros_like(x) for x in sources] for _ in plans]
+        in_threads(
+            [
+                functools.partial(plan.eager, sources, result)
+                for plan, result in zip(plans, results, strict=True)
+            ]
+        )
+        for first, second in results:
+            assert (first == 3).all()
+            assert (second == 5).all()
