@@ -1,4 +1,4 @@
-"""The guard: a small agreement of all ranks before any data moves.
+"""The guard: a small agreement of all ranks before any data counts.
 
 Before its payload every collective exchanges one *header* over all ranks: an error
 flag, a fingerprint of the call, a value that may differ, and how late the rank is

@@ -70,7 +70,7 @@ class CollectiveError(RuntimeError):
 class CollectiveMismatchError(CollectiveError):
     """The ranks did not make the same call, or not with the same arrays.
 
-    Raised on every rank, before any data moves. The message lists, for each
+    Raised on every rank, before anything has changed. The message lists, for each
     group of ranks, what that group called. The strategy can be used afterwards.
     """
 

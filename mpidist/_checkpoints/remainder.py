@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import itertools
 import warnings
 import weakref
@@ -238,21 +239,33 @@ def _note(storage: VariableStorage) -> None:
         storage.group.before_run = functools.partial(_look, storage.group)
 
 
+def _found(group: ReplicaGroup, call: Call) -> tuple[list[Remainder], bool]:
+    """Return the restores of a group, and whether all ranks found the same for them."""
+    pending = [x for x in _pending() if x.group is group]
+    found = [items for x in pending if (items := [*map(str, x.found())])]
+    return pending, group.guard.agree_on(call, fingerprint(str(found)))
+
+
 @tells("Strategy.run", lambda group: group)
 def _look(group: ReplicaGroup) -> None:
     """Restore what was attached to lists and dicts, before `run`. Collective.
 
-    Objects that the program has dropped may still be there on some of the ranks.
+    Objects that the program has dropped may still be there on some of the ranks; then
+    they are collected. If another rank makes another call, all raise, and the next
+    `run` looks.
     """
     try:
         context.require_program_level(group, "Strategy.run")
     except RuntimeError:
         return  # in `merge_fn`, or `run` raises it too
-    group.before_run = None
-    pending = [x for x in _pending() if x.group is group]
-    found = [items for x in pending if (items := [*map(str, x.found())])]
     call = Call("Strategy.run, restoring what was attached before")
-    if group.guard.agree_on(call, fingerprint(str(found))):
+    pending, agreed = _found(group, call)
+    if not agreed:
+        del pending
+        gc.collect()
+        pending, agreed = _found(group, call)
+    group.before_run = None
+    if agreed:
         for remainder in pending:
             remainder.attached(False)
 

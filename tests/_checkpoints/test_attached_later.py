@@ -277,6 +277,24 @@ def test_run_restores_what_was_appended_before(saved, strategy):
     assert (net.w, net.l[0]) == (5, 9)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_the_next_run_looks_if_one_rank_makes_another_call(saved, strategy, rank):
+    net = module(l=[])
+    restore(saved, net=net)
+    net.l.append(var(0))
+
+    def differs():
+        if rank:
+            strategy.run(lambda: None)
+        else:
+            strategy.distribute_datasets_from_function(lambda context: [])
+
+    raises_everywhere(mpidist.CollectiveMismatchError, differs)
+    strategy.run(lambda: None)
+    assert net.l[0] == 2
+    strategy.run(lambda: None)
+
+
 @pytest.mark.parametrize("how", ["assign", "optimizer", "in run"])
 def test_a_training_is_not_set_back(saved, strategy, rank, how):
     net = module(l=[])
