@@ -37,22 +37,31 @@ void md_note(md_guesses *self, int64_t call) {
   self->calls[0] = call;
 }
 
+/* The habit of what came before the last call; `is_this`: whether that is the call it expects. */
+static md_habit *last_habit(md_guesses *self, int64_t *after, int *is_this) {
+  md_habit *habit = habit_after(self, self->calls + 1, after);
+  *is_this = habit && habit->after == *after && habit->call == self->calls[0];
+  return habit;
+}
+
 void md_learn(md_guesses *self, const md_data *data) {
   int64_t after;
-  md_habit *habit = habit_after(self, self->calls + 1, &after);
+  int is_this;
+  md_habit *habit = last_habit(self, &after, &is_this);
   if (!habit) return;
-  if (habit->after != after) habit->trust--; /* of two in one place, the usual one stays */
-  else if (habit->call != self->calls[0]) {  /* distrusted by `md_note` */
-  } else if (md_is_same(&habit->data, data)) {
+  if (is_this && md_is_same(&habit->data, data)) {
     if (habit->trust < MOST_TRUST) habit->trust++;
     habit->data = *data; /* the handles may be new */
     return;
-  } else distrust(habit);
+  }
+  if (is_this) distrust(habit);
+  else if (habit->after != after) habit->trust--; /* of two in one place, the usual one stays */
   if (habit->trust <= 0) *habit = (md_habit){after, self->calls[0], *data, 0};
 }
 
 void md_unlearn(md_guesses *self) {
   int64_t after;
-  md_habit *habit = habit_after(self, self->calls + 1, &after);
-  if (habit && habit->after == after && habit->call == self->calls[0]) distrust(habit);
+  int is_this;
+  md_habit *habit = last_habit(self, &after, &is_this);
+  if (is_this) distrust(habit);
 }

@@ -134,10 +134,11 @@ Py_ssize_t gather_needs(const Gather *self, Py_ssize_t length) {
 
 /* Whether the one leaf did not fit, on some rank, and is of one length on all. */
 static int is_large_and_even(const Gather *self) {
+  if (!self->carrier->verdict->largest) return 0;
   int64_t length = *(const int64_t *)gather_slot(self, self->carrier->rank);
   for (int r = 0; r < self->carrier->size; r++)
     if (*(const int64_t *)gather_slot(self, r) != length) return 0;
-  return self->carrier->verdict->largest != 0;
+  return 1;
 }
 
 /* Gather the one leaf behind a header, if it is large and even; -1: an exception. */

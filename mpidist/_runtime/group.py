@@ -46,7 +46,7 @@ class ReplicaGroup:
         unfinished: ``unfinished(call)`` waits for a save that goes on beside the
             program, and raises its error on all ranks; None: there is none. Collective.
         before_run: looks for values of new variables in a checkpoint that was restored
-            before; None: there are no new ones. Collective if it finds some.
+            before; None: there are no new ones. Collective.
         cross_frame: the `context.Frame` of code in cross-replica context.
         replica_frame: the `context.Frame` of code in a replica function.
     """

@@ -105,6 +105,8 @@ class Optimizer:
         shard_state: bool = False,
         **settings: float | None,
     ) -> None:
+        # Each class passes all its arguments on by name (`locals()`): those above, the
+        # settings in `_limits`, and the limits of gradients.
         kind = type(self).__name__
         if not self._limits:
             raise TypeError(
