@@ -182,7 +182,9 @@ def _check_axis(x: Array, axis: object, call: str) -> int:
     if x.ndim == 0:
         raise ValueError(
             f"{call}: expected arrays of at least one dimension, got {x.dtype.name} "
-            "(); write `numpy.reshape(x, (1,))` to gather one number per replica"
+            "(); write `numpy.reshape(x, (1,))` to gather one number per replica. Each "
+            "number of a list is a value of its own: write `numpy.asarray(x)` for an "
+            "array of them"
         )
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(

@@ -182,10 +182,14 @@ def require_current(own: Any, call: str) -> None:
     what = f"ReplicaContext: another context of {own.strategy} is current"
     if frame.group.strategy is not own.strategy:
         what = f"Strategy objects: {frame.group} is not {own.strategy}"
-    raise RuntimeError(
-        f"ReplicaContext.{call}: Mismatching {what}; write "
-        f"`mpidist.get_replica_context().{call}(...)`"
-    )
+    write = f"write `mpidist.get_replica_context().{call}(...)`"
+    if not frame.group.is_mpi:  # whose result would be this rank's own
+        write = (
+            "this thread is in no scope. Make the call in a function that you pass to "
+            "`strategy.run(fn)`; in a thread that such a function has started, and "
+            "waits for, write it in `with ctx:`, of the function's context"
+        )
+    raise RuntimeError(f"ReplicaContext.{call}: Mismatching {what}; {write}")
 
 
 def checker(name: str, value: Nest) -> Callable[[], None] | None:

@@ -441,6 +441,14 @@ def test_bad_gathers(strategy, x, axis, kind, part, how):
     assert_usable(strategy)
 
 
+def test_all_gather_of_a_list_of_numbers(strategy):
+    def step():
+        return mpidist.get_replica_context().all_gather([1.0, 2.0], axis=0)
+
+    for message in raises_everywhere(ValueError, lambda: strategy.run(step)):
+        assert "`numpy.asarray(x)` for an array of them" in message
+
+
 @pytest.mark.parametrize("bad", ["text", None, [1.0, 2.0], {"a": np.ones(2)}], ids=repr)
 def test_gather_of_what_is_no_array(strategy, bad):
     for message in raises_everywhere(TypeError, lambda: strategy.gather(bad, axis=0)):

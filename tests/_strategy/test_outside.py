@@ -135,6 +135,9 @@ def test_a_thread_in_no_scope_raises_and_one_that_enters_it_gets_the_sum(
             start(without)
         assert name.split()[0] in str(found.value)
         assert "`with ctx:`" in str(found.value)
+        with pytest.raises(RuntimeError, match=r"in no scope.*`with ctx:`") as found:
+            start(lambda: call(ctx))
+        assert name.split()[0] in str(found.value)
         return start(within)
 
     assert local(strategy, step) == 2.0 * size
