@@ -2,7 +2,8 @@
 
 Results are arrays of NumPy, the replica context is None in cross-replica context, torch
 raises errors of its own, and Python those of a function that is called with other
-arguments, so no class of mpidist could say it. It is a note on the exception.
+arguments, so no class of mpidist could say it (for calls of mpidist itself, not without
+a cost for those that are right). It is a note on the exception.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from mpidist._base import backend
+from mpidist._base.remedies import wrong_call
 
 _CONTEXT: Final = frozenset(
     ("all_reduce", "all_gather", "merge_call", "replica_id_in_sync_group")
@@ -51,8 +53,9 @@ def add_hint(error: BaseException) -> None:
             hint = _hint(error.obj, error.name)
         elif type(error) is TypeError and "argument" in str(error):
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            arguments = _CALLERS.get(frame.f_globals["__name__"])
-            hint = f"mpidist: {arguments}" if arguments else ""
+            names = frame.f_globals
+            write = _CALLERS.get(names["__name__"]) or wrong_call(str(error), names)
+            hint = f"mpidist: {write}" if write else ""
         elif type(error) in (KeyError, RuntimeError, ValueError):
             text = str(error)
             hint = _NO_PROCESS_GROUP if any(x in text for x in _OF_TORCH) else ""

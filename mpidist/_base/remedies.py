@@ -16,6 +16,7 @@ import functools
 import inspect
 import json
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
@@ -55,6 +56,7 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
 
 _PYTHONS: Final = ("annotations", "TYPE_CHECKING")  # imported for Python itself
 _later: Final[dict[str, Mapping[str, tuple[str, ...]]]] = {}
+_published: Final[dict[str, Any]] = {}  # None: several have this name
 
 
 def publish(
@@ -122,6 +124,8 @@ def _claim(value: Any, module: str) -> None:
             if isinstance(note, str):
                 notes[key] = ForwardRef(note, module=value.__module__, is_class=True)
     value.__module__ = module
+    name = value.__name__
+    _published[name] = value if _published.get(name, value) is value else None
 
 
 def explain_attributes(cls: _T, owner: str = "") -> _T:
@@ -191,6 +195,34 @@ def explain_keywords(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
         return explained
 
     return decorate
+
+
+def wrong_call(text: str, names: Mapping[str, Any]) -> str:
+    """Return what to write in place of a call that Python refuses; "" if unknown.
+
+    Without a cost for calls that are right, as `explain_keywords` has.
+
+    Args:
+        text: Python's message: "Strategy.gather() missing 1 required positional ...".
+        names: the globals of the caller, which may have something else of that name.
+    """
+    found = re.match(r"((\w+)(?:\.(\w+))?)\(\) .*\bargument(?:s| '(\w+)')?", text)
+    called = _published.get(found[2]) if found else None
+    if found is None or called is None or names.get(found[2], called) is not called:
+        return ""
+    keyword = tables()["keywords"].get(found[1], {}).get(found[4])
+    if keyword is not None:
+        return f"{keyword['write']} {_MORE}"
+    if found[3] is not None:
+        called = getattr(called, found[3])
+    signature = inspect.signature(called)
+    parameters = [
+        one.replace(annotation=one.empty)
+        for one in signature.parameters.values()
+        if one.name != "self"
+    ]
+    taken = inspect.Signature(parameters)
+    return f"call it as `{found[1].removesuffix('.__init__')}{taken}`"
 
 
 def _drop_ignored(call: str, kwargs: dict[str, Any]) -> None:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launching import ROOT, run_python
 
 import mpidist
+from mpidist._base.hints import add_hint
 from mpidist._base.remedies import tables
 
 ATTRIBUTES, KEYWORDS = tables()["names"], tables()["keywords"]
@@ -153,9 +155,12 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 WITH_MPI = {"MPIStrategy"}  # in test_tensorflow_names.py
 OF_GUESTS = {call for call in KEYWORDS if call.startswith("mpidist.")}  # in with_torch
+BY_HINTS = {call for call in KEYWORDS if call.startswith(("Replica", "Strategy"))}
 
 
-@pytest.mark.parametrize("call", sorted(KEYWORDS.keys() - WITH_MPI - OF_GUESTS))
+@pytest.mark.parametrize(
+    "call", sorted(KEYWORDS.keys() - WITH_MPI - OF_GUESTS - BY_HINTS)
+)
 def test_every_keyword_says_what_to_write_or_is_ignored(call, owner_of):
     saved = owner_of("CheckpointReader").path
     checkpoint = mpidist.Checkpoint(w=mpidist.Variable(1.0))
@@ -183,6 +188,63 @@ def test_every_keyword_says_what_to_write_or_is_ignored(call, owner_of):
         assert message + keyword["write"] in str(caught.value)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
         make(nothing=1)
+
+
+def note_on(call: Callable[[], Any]) -> str:
+    """Return the note on the TypeError of a call, or ""."""
+    with pytest.raises(TypeError) as caught:
+        call()
+    add_hint(caught.value)
+    return "".join(getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("call", sorted(BY_HINTS))
+def test_keywords_of_calls_in_hot_paths(call, owner_of):
+    owner, _, method = call.partition(".")
+    for name, keyword in KEYWORDS[call].items():
+        called = getattr(owner_of(owner), method)
+        note = note_on(lambda name=name, f=called: f("SUM", np.ones(2), **{name: 0}))
+        assert note.startswith(f"mpidist: {keyword['write']} (more: ")
+
+
+@pytest.mark.parametrize(
+    ("call", "note"),
+    [
+        ("strategy.gather(1)", "Strategy.gather(value, axis)"),
+        ("ctx.all_gather(1)", "ReplicaContext.all_gather(value, axis, options=None)"),
+        ("strategy.reduce(1)", "Strategy.reduce(reduce_op, value, axis=required)"),
+        (
+            "data.Dataset.range(3).batch()",
+            "Dataset.batch(batch_size, drop_remainder=False, num_parallel_calls=None, "
+            "deterministic=None, name=None)",
+        ),
+        (
+            "data.Dataset.from_tensor_slices()",
+            "Dataset.from_tensor_slices(tensors, name=None)",
+        ),
+        ("metrics.Mean(title=1)", "Mean(name=None, dtype=None)"),
+        (
+            "compute_average_loss(batch_size=1)",
+            "compute_average_loss(per_example_loss, sample_weight=None, "
+            "global_batch_size=None)",
+        ),
+        ("global_batch_size()", ""),
+        ("Trainer().reduce()", ""),
+        ("(lambda x: x)()", ""),
+        ("int(1, 2, 3)", ""),
+    ],
+)
+def test_calls_that_python_refuses(call, note):
+    class Trainer:
+        def reduce(self, axis):
+            pass
+
+    names = {**vars(mpidist), "Trainer": Trainer, "strategy": mpidist.get_strategy()}
+    names["ctx"] = mpidist.get_replica_context()
+    if not note:  # of the program, by a name of mpidist's
+        exec("def global_batch_size(x): pass", names)
+    added = note_on(lambda: eval(call, names))
+    assert added == (note and f"mpidist: call it as `{note}`")
 
 
 def test_protocols_are_not_disturbed():
