@@ -102,6 +102,13 @@ def test_a_merge_was_ended(page):
     assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text_of(page), re.M)
 
 
+@by_page
+def test_tables_have_a_head(page):
+    """What a blank line cuts off a table is shown as text."""
+    starts = re.findall(r"(?:^|\n\n)(\|.*\n.*)", prose(text_of(page)))
+    assert [start for start in starts if "\n| --- |" not in start] == []
+
+
 # --- names and files --------------------------------------------------------------
 
 
