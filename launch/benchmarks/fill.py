@@ -5,11 +5,12 @@ docs/performance/tables.md. Between ``<!-- KIND: WORDS -->`` and
 ``<!-- end -->`` it puts what the marker asks for:
 
     table: NAME...        the rows of all NAME.json, side by side, and the aims
-    compare: NAME...      their ratios alone, if all are there
+    compare: NAME...      their ratios alone, if all are there, but for that of making
+                          a strategy, which says little
     ratios: NAME...       the ratios of all NAME.json, a column for each job, if all
                           are there
     picture: FILE NAME... all_reduce of them, drawn to FILE.png
-    facts: NAME...        machine and software of each
+    facts: NAME...        machine and software of each, and what is the same once
 
 NAME.json is what `mpidist bench --json` writes. Names without a file are left out of
 the others; if none has one, what is there stays.
@@ -35,6 +36,7 @@ MARKER = re.compile(
 )
 PICTURES = "performance"  # the folder of results, as docs/performance.md links to it
 NOISE = 0.3
+STRATEGY = "making an MPIStrategy"
 Record = dict[str, Any]
 
 
@@ -102,6 +104,7 @@ def comparison_of(names: Sequence[str], records: Sequence[Record]) -> str:
     lines = [
         [work, size, *(one[2] for one in cells)]
         for work, size, cells in rows_of(records)
+        if work != STRATEGY
     ]
     return in_markdown(["work", "bytes", *names], lines)
 
@@ -125,8 +128,8 @@ def replacement(results: Path, kind: str, words: list[str]) -> str | None:
         text = nodes.side_by_side(records)
     else:
         texts = [bench_command.header(record) for record in records]
-        notes = dict.fromkeys(note for record in records for note in record["notes"])
-        text = "\n\n".join([*texts, *notes])
+        notes = [note for record in records for note in record["notes"]]
+        text = "\n".join(dict.fromkeys("\n".join([*texts, *notes]).splitlines()))
     return f"```text\n{text}\n```\n"
 
 
