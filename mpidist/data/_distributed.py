@@ -20,7 +20,7 @@ import operator
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from mpidist._agreement.guard import Guard
@@ -35,6 +35,7 @@ from mpidist._base.errors import (
     on_rank,
 )
 from mpidist._base.expect import expect
+from mpidist._base.fingerprint import fingerprint
 from mpidist._base.types import Array, Nest
 from mpidist._merge.commands import Pickler
 from mpidist._runtime import context
@@ -51,11 +52,14 @@ from mpidist.data._options import (
 )
 from mpidist.data._positions import Optional, PositionedIterator, checked_state
 from mpidist.data._rows import (
+    ONE_KIND,
+    PAD,
     LazyBlock,
     RowBlock,
     batch_spec,
     count_rows,
     describe,
+    describe_rows,
     empty_of,
 )
 from mpidist.data._shards import (
@@ -73,6 +77,9 @@ _DIFFERENT_ROWS: Final = (
     "of the same rows: some are used twice, others never. Load all data on every rank, "
     "in the same order and with the same seeds, or write `strategy.distribute_datasets_"
     "from_function(fn)` for a dataset of each rank's own"
+)
+_OWN_INPUTS: Final = (
+    "for inputs that differ write `strategy.distribute_datasets_from_function`"
 )
 _NO_POLICY = (AutoShardPolicy.AUTO, AutoShardPolicy.OFF)
 
@@ -144,6 +151,8 @@ class DistributedDataset:
         self._checked = bool(stage.whole) and debugging() and not self._is_own
         # Elements without rows, once all ranks know what they are like.
         self._empty = None if policy is None else empty_of(stage.spec())
+        # Whether the shapes of rows are compared.
+        self._varies = self._empty is None and not (self._is_own or self._checked)
         self._batch_size = stage.batch_size  # None if not known (yet)
         self._iterations = 0  # the number of iterators created
         self._number = 0  # of the dataset, the same on all ranks
@@ -394,8 +403,7 @@ class DistributedDataset:
         comm = self._group.communicator
         with comm.traffic:
             dumped = comm.all_gather_objects(own)
-        found = [empty_of(pickle.loads(x)) if x else None for x in dumped]
-        texts = [None if block is None else describe(block) for block in found]
+        texts = self._adopt(dumped, describe)
         if len(set(texts) - {None}) > 1:
             lines = by_value(texts, lambda text: text or "")
             raise CollectiveMismatchError(
@@ -405,31 +413,51 @@ class DistributedDataset:
                     f"number of dimensions:\n{lines}",
                 )
             )
-        others = (block for block in found if block is not None)
-        self._empty = found[comm.rank] or next(others, None)
 
-    def _differing(self, what: str, number: int, checksum: int) -> tuple[str, bool]:
+    def _adopt(
+        self, dumped: Sequence[bytes], text_of: Callable[[RowBlock], str]
+    ) -> list[str | None]:
+        """Keep empty arrays like this rank's elements, or another's; return texts.
+
+        Args:
+            dumped: the `_dump_spec` of each rank.
+            text_of: returns the text of a rank's elements; None for one without any.
+        """
+        found = [empty_of(pickle.loads(x)) if x else None for x in dumped]
+        texts = [None if block is None else text_of(block) for block in found]
+        if len(set(texts) - {None}) == 1:
+            others = (block for block in found if block is not None)
+            self._empty = found[self._group.replica_id] or next(others)
+        return texts
+
+    def _differing(self, what: str, piece: _Piece, own: bytes) -> tuple[str, bool]:
         """Return what each rank has of a batch that differs. Collective.
 
         Args:
             what: the batch.
-            number: the rows of this rank's batch plus one; 0: its input has ended.
-            checksum: that of the batch, if batches are compared.
+            piece: this rank's part.
+            own: its `_dump_spec`, if the shapes of rows are compared.
 
         Returns:
-            The text, and whether it is the number of rows that differs.
+            The text, which is "" if some rank has no rows, and the others agree; and
+            whether it is the number of rows that differs.
         """
         comm = self._group.communicator
         with comm.traffic:
-            found = comm.all_gather_integers([number, checksum])
+            found = comm.all_gather_integers([piece.rows, piece.checksum])
         numbers, checksums = map(list, zip(*found, strict=True))
         by_rows = len(set(numbers)) > 1
         if by_rows:
-            texts = [f"{n - 1} rows" if n else "the input has ended" for n in numbers]
-            remedy = (
-                "; for inputs that differ write "
-                "`strategy.distribute_datasets_from_function`"
-            )
+            texts = ["the input has ended" if n < 0 else f"{n} rows" for n in numbers]
+            remedy = f"; {_OWN_INPUTS}"
+        elif self._varies:
+            with comm.traffic:
+                dumped = comm.all_gather_objects(own)
+            kinds = self._adopt(dumped, describe_rows)
+            if len(set(kinds) - {None}) == 1:
+                return "", False
+            lines = by_value([kind or "no rows" for kind in kinds])
+            return f"{what}: {ONE_KIND}\n{lines}\n{PAD}; {_OWN_INPUTS}", False
         else:
             texts = [f"checksum {x:x}" for x in checksums]
             remedy = (
@@ -646,8 +674,10 @@ class DistributedIterator(PositionedIterator):
         try:
             piece, call, own = self._next_piece(guard)
             number = piece.rows + 1
-            compared = piece.checksum if dataset._checked else number
-            same = guard.agree_on(call, compared, number)
+            compared = piece.checksum
+            if dataset._varies:  # without rows: if they are as before
+                compared = fingerprint(describe_rows(piece.block or dataset._empty))
+            same = guard.agree_on(call, compared ^ number, number)
         except Exception:
             if guard.reports.failures > failures or self._group.num_replicas == 1:
                 self._leave_out(guard.reports.calls)
@@ -656,12 +686,13 @@ class DistributedIterator(PositionedIterator):
             return False, None
         if not dataset._is_own and not same:
             what = f"batch {self._position}"
-            text, by_rows = dataset._differing(what, number, piece.checksum)
+            text, by_rows = dataset._differing(what, piece, own)
             if by_rows:  # and so would all that follow
                 self._failure = text
-            else:
+            elif text:
                 self._count()
-            raise ValueError(on_rank(self._group.replica_id, f"{name}: {text}"))
+            if text:
+                raise ValueError(on_rank(self._group.replica_id, f"{name}: {text}"))
         # An element that is refused in `learn` is left out, too.
         self._count()
         if dataset._empty is None:
@@ -676,7 +707,8 @@ class DistributedIterator(PositionedIterator):
                     self._piece = self._read()
             piece = self._piece
             call = self._call_for(piece.block)
-            own = _dump_spec(piece.block) if self._dataset._empty is None else b""
+            asked = self._dataset._empty is None or self._dataset._varies
+            own = _dump_spec(piece.block) if asked else b""
         except KeyboardInterrupt as error:
             # Code that catches it and continues must not miss the element being read.
             self._forget_stream(error, wait=False)

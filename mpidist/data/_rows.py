@@ -79,6 +79,9 @@ class LazyBlock:
     part: Callable[[int, int], RowBlock | None]
 
 
+ONE_KIND: Final = "expected rows of one structure, dtype and shape, got"
+PAD: Final = "pad or cut them in a `map` before, or write `padded_batch`"
+
 # --- leaves ------------------------------------------------------------------------
 
 
@@ -298,11 +301,7 @@ def _combine(
     for other in blocks[1:]:
         same = other.structure == first.structure
         if not same or [kind(leaf) for leaf in other.leaves] != kinds:
-            raise ValueError(
-                "Dataset.batch: expected rows of one structure, dtype and shape, got "
-                f"{first} and {other}; pad or cut them in a `map` before, or write "
-                "`padded_batch`"
-            )
+            raise ValueError(f"Dataset.batch: {ONE_KIND} {first} and {other}; {PAD}")
     columns = zip(*(block.leaves for block in blocks), strict=True)
     leaves = [getattr(backend.module_of(one[0]), method)(one) for one in columns]
     return RowBlock(leaves, first.structure)
@@ -382,6 +381,15 @@ def empty_of(spec: Nest | None) -> RowBlock | None:
     both = zip(leaves, shapes, strict=True)
     empty = [np.empty((0, *shape), leaf.dtype) for leaf, shape in both]
     return RowBlock(empty, structure)
+
+
+def describe_rows(block: RowBlock | None) -> str:
+    """Return what the rows of a batch have in common; "" for None."""
+    if block is None:
+        return ""
+    return block.structure.render(
+        [f"{name_of_dtype(x.dtype)} {tuple(x.shape[1:])}" for x in block.leaves]
+    )
 
 
 def describe(block: RowBlock) -> str:

@@ -93,6 +93,33 @@ def test_row_shapes_may_change_from_step_to_step(strategy, rank, size):
     assert [own(strategy, e).shape for e in dataset] == [(1, 3), (1, 5), (1, 2)]
 
 
+def arrays_of(*lengths):
+    return Dataset.from_generator(lambda: map(np.ones, lengths))
+
+
+@pytest.mark.parametrize("make", [arrays_of, lambda *n: Dataset.range(6).map(np.ones)])
+def test_rows_of_different_shapes_are_no_batch_on_any_number_of_ranks(strategy, make):
+    """Although each rank could stack its own."""
+    steps = iter(strategy.experimental_distribute_dataset(make(*range(6)).batch(2)))
+    for _ in range(3):  # goes on after each
+        for message in raises_everywhere(ValueError, lambda: next(steps)):
+            assert "expected rows of one structure, dtype and shape" in message
+            assert "write `padded_batch`" in message
+    with pytest.raises(StopIteration):
+        next(steps)
+
+
+def test_shapes_of_rows_may_change_between_batches(strategy, size):
+    """A replica without rows gets the shape of the others' rows."""
+    lengths = [*[1] * size, *[2] * size, 3]
+    for _ in range(2):
+        batches = strategy.experimental_distribute_dataset(
+            arrays_of(*lengths).batch(size)
+        )
+        found = [strategy.gather(batch, axis=0).shape for batch in batches]
+        assert found == [(size, 1), (size, 2), (1, 3)]
+
+
 def test_a_generator_can_be_gone_through_once(strategy):
     dataset = strategy.experimental_distribute_dataset(as_generator(9, 4))
     assert mine(strategy, dataset) == pieces(strategy, 9, 4)
