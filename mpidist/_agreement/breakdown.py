@@ -16,6 +16,7 @@ import enum
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Final
 
 from mpidist._agreement.call_state import CallState
@@ -60,19 +61,23 @@ class Payload:
 
     Args:
         breakdown: its `abandon` breaks the call off.
+        state: the call, to which other threads may make none meanwhile.
         what: the text of the call.
     """
 
-    __slots__ = ("_breakdown", "_what")
+    __slots__ = ("_before", "_breakdown", "_state", "_what")
 
-    def __init__(self, breakdown: Breakdown, what: str) -> None:
+    def __init__(self, breakdown: Breakdown, state: CallState, what: str) -> None:
         self._breakdown = breakdown
+        self._state = state
         self._what = what
 
     def __enter__(self) -> None:
-        pass
+        self._before = self._state.mover
+        self._state.mover = get_ident()
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        self._state.mover = self._before
         if error is not None:
             found = self._breakdown.abandon(self._what, error)
             if found is not error:

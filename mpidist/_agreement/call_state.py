@@ -37,6 +37,7 @@ class CallState(_CoreCallState):
         sequence: the number of headers that have completed; the same on all ranks.
         blocked: whether `Guard` has to check, before a call begins, that it may.
         cut_off: whether an exception came in the middle of a call of the core.
+        mover: the thread that moves data, or reports, by Python; 0: none does.
         sections: one entry for each open section, outermost first: the exception that
             calls in it raise, once some rank is known not to be in it; None until then.
         async_calls: those that were begun; None: there were none.
@@ -44,7 +45,7 @@ class CallState(_CoreCallState):
     """
 
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:
-        # The first seven are those of the type of the core.
+        # The first eight are those of the type of the core.
         self.call: Call = Call("making the strategy")
         self.previous_call: Call = self.call
         self.timeout: float = timeout_seconds
@@ -52,6 +53,7 @@ class CallState(_CoreCallState):
         self.sequence: int = 0
         self.blocked: bool = False
         self.cut_off: bool = False
+        self.mover: int = 0
         self.channel: Channel = channel
         self.sections: list[BaseException | None] = []
         self.async_calls: AsyncCalls | None = None

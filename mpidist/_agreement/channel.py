@@ -75,6 +75,10 @@ class Channel(Protocol):
     """Called with the seconds waited, several times a second; may raise."""
 
     @property
+    def busy(self) -> bool | int:
+        """Whether this rank is exchanging a header, or the core moves its data."""
+
+    @property
     def moves(self) -> bool:
         """Whether this rank waits for the data that follows a header."""
 
@@ -161,6 +165,7 @@ class SelfChannel:
     """The channel of one rank, which agrees with itself."""
 
     who = -1
+    busy = False
     moves = False
     pause: Callable[[float], None] | None = None
     verdict: Verdict = (0, 1, 1, 0, 0)
@@ -205,6 +210,11 @@ class ExchangeChannel:
         self._begun: Begun = deque([(0, None)], maxlen=1)
         self._request: Request | None = None
         self._idle = threading.Lock()  # held while a header is on the way
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is exchanging a header."""
+        return self._idle.locked()
 
     @property
     def headers(self) -> int:

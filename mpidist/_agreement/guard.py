@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from threading import current_thread, get_ident
 from typing import Final
 
 from mpidist._agreement.async_calls import AsyncCalls
@@ -42,6 +43,7 @@ from mpidist._agreement.channel import (
     SelfChannel,
 )
 from mpidist._agreement.mismatch import Call, ErrorKind, summarize_exception
+from mpidist._agreement.notices import at_ends
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
 from mpidist._base.errors import CollectiveError, is_interruption, was_told
@@ -78,6 +80,7 @@ class Guard(CallState):
     channel: Channel
     blocked: bool
     sequence: int
+    mover: int
 
     def __init__(
         self,
@@ -199,10 +202,35 @@ class Guard(CallState):
 
         Returns:
             How many milliseconds this rank waits for the others; 0: forever.
+
+        Raises:
+            RuntimeError: if another thread is in a call.
         """
+        if self.channel.busy or self.mover:
+            self.require_turn(call)
         self.previous_call, self.call = self.call, call
         self.timeout = self.timeout_seconds if timeout is None else timeout
         return int(self.timeout * 1000)
+
+    def require_turn(self, call: Call) -> None:
+        """Raise if another thread is in a call; the others learn of it."""
+        if self.broken:
+            return  # what has left a call may still hold the channel
+        if self.channel.busy or self.mover not in (0, get_ident()):
+            where = f", or what a signal has interrupted, is in {self.call.text}"
+            raise self.two_threads(where, call)
+
+    def two_threads(self, where: str, call: Call) -> BaseException:
+        """Break off a call in one thread while another is in one; return what to raise.
+
+        Ranks may order the calls of threads differently, and mix their data.
+        """
+        text = (
+            f"another thread of rank {self.rank}{where}, and thread "
+            f"{current_thread().name!r} calls {call.text}; make the calls of a "
+            "strategy from one thread, one after the other"
+        )
+        return self.abandon(call, RuntimeError(at_ends(text)))
 
     def enter(self, call: Call, timeout: float | None = None) -> int:
         """Begin a call whose header the caller exchanges; return its time-out in ms."""
@@ -312,7 +340,7 @@ class Guard(CallState):
         Args:
             call: the call that moves data; None: the last call.
         """
-        return Payload(self.breakdown, (call or self.call).text)
+        return Payload(self.breakdown, self, (call or self.call).text)
 
     def abandon(self, call: Call | None, error: BaseException) -> BaseException:
         """Break off a call in the middle of its data; return what to raise.

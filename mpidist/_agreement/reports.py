@@ -71,7 +71,7 @@ class Reports:
             same section.
         """
         sections = self._call_state.sections
-        with Payload(self._breakdown, call.text):
+        with Payload(self._breakdown, self._call_state, call.text):
             self.failures += 1
             report = Report.of(self._comm.rank, call, error, kind)
             report.depth, report.joining = len(sections), joining

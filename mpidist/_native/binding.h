@@ -147,6 +147,7 @@ typedef struct {
   PyObject *call, *previous;         /* of this rank */
   PyObject *timeout, *usual_timeout; /* seconds; of this call, and of those that name none */
   long long sequence;                /* headers that completed */
+  unsigned long mover;               /* the thread that moves data by Python; 0: none does */
   char blocked;                      /* no call may begin before Python has looked */
   char cut_off;                      /* an exception came in the middle of a call */
 } CallState;

@@ -36,6 +36,8 @@ static PyMemberDef CallState_members[] = {
      "Seconds; of calls that name no others."},
     {"sequence", T_LONGLONG, offsetof(CallState, sequence), 0, "Headers that completed."},
     {"blocked", T_BOOL, offsetof(CallState, blocked), 0, "Whether no call may begin."},
+    {"mover", T_ULONG, offsetof(CallState, mover), 0,
+     "The thread that moves data by Python; 0: none does."},
     {"cut_off", T_BOOL, offsetof(CallState, cut_off), 0,
      "Whether an exception came in the middle of a call."},
     {NULL}};
@@ -159,7 +161,7 @@ static int gather(const Entry *e, PyArrayObject *x, PyObject **result) {
 /* NULL without an exception: this call is for Python. */
 static PyObject *call_with_array(ArrayCall *self, PyObject *key, PyArrayObject *x) {
   CallState *state = self->state;
-  if (!state || state->blocked || PyArray_NDIM(x) > MOST_DIMS) return NULL;
+  if (!state || state->blocked || state->mover || PyArray_NDIM(x) > MOST_DIMS) return NULL;
   Entry *found = entry_for(self, key, PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x));
   if (!is_for(found, key, x) || !PyArray_IS_C_CONTIGUOUS(x) || !PyArray_ISALIGNED(x))
     return NULL;

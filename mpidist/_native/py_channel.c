@@ -186,6 +186,7 @@ static PyMemberDef Carrier_members[] = {
      "Bytes of this rank's arrays in them."},
     {"moves", T_INT, offsetof(Carrier, moves), READONLY,
      "Whether MPI moves the data of a call; in memory, steps say which ranks are missing."},
+    {"busy", T_INT, offsetof(Carrier, busy), READONLY, "Whether a call is under way."},
     {"active", T_INT, offsetof(Carrier, active), READONLY, "How many requests are in progress."},
     {NULL}};
 static PyGetSetDef Carrier_fields[] = {

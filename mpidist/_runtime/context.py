@@ -89,14 +89,21 @@ def current() -> Frame:
 
 def entered_elsewhere() -> ReplicaGroup | None:
     """Return a group of several replicas that another thread has entered, if any."""
+    groups = (frame.group for frame in _elsewhere())
+    return next((group for group in groups if group.num_replicas > 1), None)
+
+
+def runs_elsewhere(group: ReplicaGroup) -> bool:
+    """Return whether another thread is in a replica function of a group."""
+    return any(frame is group.replica_frame for frame in _elsewhere())
+
+
+def _elsewhere() -> Iterator[Frame]:
+    """Return the frames of other threads."""
     for reference in _threads.valuerefs():
         frames = reference()
-        if frames is None or frames is _stack.frames:
-            continue
-        for frame in list(frames):
-            if frame.group.num_replicas > 1:
-                return frame.group
-    return None
+        if frames is not None and frames is not _stack.frames:
+            yield from list(frames)
 
 
 def depth() -> int:

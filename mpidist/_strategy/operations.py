@@ -53,6 +53,9 @@ def _call_for_each_replica(
     registry = group.registry
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = call_of(f"the end of run({name})")
+    if group.guard.sections and context.runs_elsewhere(group):
+        where = " is in a replica function"
+        raise group.guard.two_threads(where, call_of(f"run({name})"))
 
     def body(section: SectionResult) -> Nest:
         hint = "write `strategy.run(fn, args=(x,))`, not `strategy.run(fn(x))`"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, overload
 
 import numpy as np
 
 from mpidist._agreement.async_calls import CollectiveHandle
+from mpidist._agreement.mismatch import call_of
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceOp, Reduction, as_reduce_op
 from mpidist._base.remedies import explain_attributes
@@ -62,7 +64,8 @@ class ReplicaContext:
                 f"ReplicaContext: this rank hosts replica {own} of {strategy}, and "
                 f"cannot enter the context of replica {given}; write None for its own"
             )
-        self._entered: list[context.entered] = []
+        # By which threads: one after the other.
+        self._entered: list[tuple[int, context.entered]] = []
         self._group = group
         self._all_reduce = group.all_reduce
         self._all_gather = group.all_gather
@@ -74,15 +77,20 @@ class ReplicaContext:
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
         context.note_use(self._group, "ReplicaContext")
+        thread = get_ident()
+        is_other = any(one != thread for one, _ in self._entered[-1:])
+        if is_other and self._group.num_replicas > 1:
+            where = " is in a `with` block of the same replica context"
+            raise self._group.guard.two_threads(where, call_of("ReplicaContext"))
         frame = context.Frame(self._group, context.Level.REPLICA, replica_context=self)
         manager = context.entered(frame)
         manager.__enter__()
-        self._entered.append(manager)
+        self._entered.append((thread, manager))
         return self
 
     def __exit__(self, *error: object) -> None:
         """Restore the context that was current before."""
-        self._entered.pop().__exit__(*error)
+        self._entered.pop()[1].__exit__(*error)
 
     def __reduce__(self) -> tuple[type[ReplicaContext], tuple[Strategy, None]]:
         # When merge_fn returns it: on each rank the context of its own replica.

@@ -1,5 +1,9 @@
-"""Faults while calls are begun: no rank hangs, or is told only at its deadline."""
+"""Faults while calls are begun, or made by two threads.
 
+No rank hangs, or is told only at its deadline.
+"""
+
+import contextlib
 import os
 import signal
 import threading
@@ -9,12 +13,14 @@ import numpy as np
 import pytest
 from faults.test_jobs import run_job
 from launching import FORKS, ONLY_THE_FIRST
-from replicas import context, everywhere, outcomes, rarely, set_deadline
+from replicas import all_reduce, context, everywhere, outcomes, rarely, set_deadline
 
 import mpidist
 import mpidist.testing
 
 pytestmark = pytest.mark.core
+
+X = np.ones(4)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -189,3 +195,115 @@ def test_a_forked_child_and_calls_that_nobody_asks():
     )
     assert result.stdout.split() == ["done"] * 3, result
     assert (result.returncode, result.stderr) == (0, "")
+
+
+# --- two threads of each rank ---------------------------------------------------------
+
+
+def _in_a_replica_function(strategy, inside, leave):
+    strategy.run(lambda: inside.set() or leave.wait(60))
+
+
+def _in_with(strategy, inside, leave):
+    with strategy._group.replica_frame.replica_context:
+        inside.set()
+        leave.wait(60)
+
+
+def _moving(strategy, inside, leave):
+    """As in the middle of data or reports, which are moved by Python."""
+    guard = strategy._group.guard
+    with guard.payload():
+        inside.set()
+        leave.wait(60)
+
+
+def _reduces(strategy):
+    all_reduce(strategy, "SUM", X)
+
+
+def _gathers(strategy):
+    strategy.run(lambda: context().all_gather(X, axis=0))
+
+
+def _enters(strategy):
+    with strategy._group.replica_frame.replica_context:
+        pass
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("first", "second", "where", "call"),
+    [
+        (_in_a_replica_function, _reduces, "in a replica function", "run(all_reduce."),
+        (_in_with, _enters, "in a `with` block of the same replica context", "Replica"),
+        (_moving, _reduces, "at the end of run(all_reduce.", "all_reduce SUM float64"),
+        (_moving, _gathers, "at the end of run(all_reduce.", "all_gather axis=0"),
+    ],
+)
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_calls_of_two_threads(
+    new_strategy, monkeypatch, first, second, where, call, nodes
+):
+    """Ranks may order them differently, and would mix their data."""
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", nodes)
+    strategy = new_strategy()
+    for op in ("SUM", "MAX"):  # later ones are made by the core, without Python
+        all_reduce(strategy, op, X)
+    inside, leave = threading.Event(), threading.Event()
+
+    def body():
+        with contextlib.suppress(mpidist.CollectiveTimeoutError):
+            first(strategy, inside, leave)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    assert inside.wait(60)
+    rows = outcomes(lambda: second(strategy))
+    leave.set()
+    thread.join()
+    rows += outcomes(lambda: all_reduce(strategy, "SUM", X))
+    assert {row.name for row in rows} == {"RuntimeError", "CollectiveTimeoutError"}
+    for row in rows:
+        assert f" is {where}" in row.message
+        assert f", and thread 'MainThread' calls {call}" in row.message
+        assert "make the calls of a strategy from one thread" in row.message
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("second", [_reduces, _gathers])
+def test_a_call_while_another_thread_waits(
+    new_strategy, monkeypatch, rank, nodes, second
+):
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", nodes)
+    strategy = new_strategy()
+    values = strategy.run(lambda: X)
+
+    def wait():
+        with contextlib.suppress(mpidist.CollectiveTimeoutError):
+            strategy.reduce("MAX", values, axis=None)
+
+    def call():
+        if rank:
+            everywhere(None)
+            strategy.reduce("MAX", values, axis=None)
+            return
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not strategy._group.guard.channel.busy:
+            time.sleep(0.001)
+        try:
+            second(strategy)
+        finally:
+            everywhere(None)
+            thread.join()
+
+    rows = outcomes(call)
+    assert rows[0].name == "RuntimeError"
+    # In memory the others may have what they need of the call that rank 0 was in.
+    assert {row.name for row in rows[1:]} <= {"NoneType", "CollectiveTimeoutError"}
+    for row in [rows[0], *outcomes(lambda: all_reduce(strategy, "SUM", X))]:
+        assert "another thread of rank 0, or what a signal has" in row.message
+        assert "is in Strategy.reduce MAX float64 (4,), and thread" in row.message
+        assert "make the calls of a strategy from one thread" in row.message
