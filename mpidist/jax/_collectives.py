@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -12,6 +13,7 @@ import numpy as np
 
 from mpidist._base import reporting
 from mpidist._base.cache import Cache
+from mpidist._base.errors import level_of_caller, on_rank
 from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_keywords
@@ -122,7 +124,8 @@ def value_and_grad(
         has_aux: whether ``fun`` returns ``(loss, aux)``. The aux is this rank's own.
         op: MEAN if the loss is a mean over this rank's rows; SUM if it is this rank's
             share of the mean over all rows, as `mpidist.compute_average_loss` returns
-            it for a ``global_batch_size``, which also holds for uneven batches.
+            it for a ``global_batch_size``, which also holds for uneven batches. With
+            MEAN a rank without rows whose loss is NaN gives a RuntimeWarning.
         jit: whether to compile the function before the reduction.
         strategy: the ranks; default: the current strategy, at each call.
 
@@ -167,12 +170,33 @@ def value_and_grad(
         steps[group] = number + 1
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
+        if checked is ReduceOp.MEAN and _has_no_rows((args, kwargs)):
+            with group.guard.checking(call):
+                _warn_of_no_rows(group, loss, call)
         tree = {"loss": loss, "gradients": gradients}
         tree = _all_reduce(tree, checked, group, call)
         loss, gradients = tree["loss"], tree["gradients"]
         return ((loss, aux) if has_aux else loss), gradients
 
     return reduced
+
+
+def _has_no_rows(tree: PyTree) -> bool:
+    return any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree_util.tree_leaves(tree))
+
+
+def _warn_of_no_rows(group: ReplicaGroup, loss: Any, call: str) -> None:
+    if np.isnan(loss):
+        text = (
+            f"{call}: the loss is NaN on this rank, which has no rows, and so is the "
+            'MEAN of all ranks; write `op="SUM"`, and in the loss `losses.sum() / n`, '
+            "with the number of rows of all ranks (`mpidist docs sum_or_mean`)"
+        )
+        warnings.warn(
+            on_rank(group.replica_id, text),
+            RuntimeWarning,
+            stacklevel=level_of_caller(),
+        )
 
 
 def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str, number: int) -> None:

@@ -168,6 +168,26 @@ def test_aux_and_argnums_with_uneven_rows(strategy, rank, jax, mj):
     assert_close(jax, (value, gradients), expected)
 
 
+def test_a_mean_of_no_rows_warns_and_what_it_says_works(strategy, rank, jax, mj):
+    x = jax.numpy.full((0 if rank == 1 else 4, 2), 2.0)
+
+    def mean(w, x):
+        return (x @ w).mean()
+
+    def share(w, x, n):
+        return (x @ w).sum() / n
+
+    def step():
+        mj.value_and_grad(mean, strategy=strategy)(jax.numpy.ones(2), x)
+
+    # A warning is an error here, and so one on all ranks.
+    for message in raises_everywhere(RuntimeWarning, step):
+        assert "[rank 1] mpidist.jax.value_and_grad: the loss is NaN" in message
+    reduced = mj.value_and_grad(share, op="SUM", strategy=strategy)
+    loss, gradient = reduced(jax.numpy.ones(2), x, sum(everywhere(len(x))))
+    assert (float(loss), gradient.tolist()) == (4.0, [2.0, 2.0])
+
+
 def test_training_is_that_of_one_rank(strategy, rank, jax, mj):
     x, y = make_rows(jax)
 
