@@ -100,8 +100,8 @@ LAYOUTS = {  # ranks, and nodes
 
 
 def table(columns: dict[str, dict[str, Any]]) -> str:
-    """Return what was counted as a table in Markdown."""
-    lines = [["call", *columns], ["---"] * (len(columns) + 1)]
+    """Return what was counted as a table in Markdown, calls alike in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
     for call in next(iter(columns.values())):
         cells = []
         for counted in columns.values():
@@ -112,7 +112,9 @@ def table(columns: dict[str, dict[str, Any]]) -> str:
                     for name, n in sorted(row.items(), key=lambda x: x[0] != "Start")
                 )
             )
-        lines.append([call, *cells])
+        alike.setdefault(tuple(cells), []).append(call)
+    lines = [["call", *columns], ["---"] * (len(columns) + 1)]
+    lines += [["; ".join(calls), *cells] for cells, calls in alike.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
