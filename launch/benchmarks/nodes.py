@@ -57,8 +57,6 @@ def side_by_side(records: Sequence[dict[str, Any]]) -> str:
     head = line("nodes", None, [record["nodes"] for record in records])
     return "\n".join(
         [
-            "The time of mpidist over that of raw mpi4py:",
-            "",
             head,
             "-" * len(head),
             line("ranks", None, [record["ranks"] for record in records]),
@@ -77,6 +75,7 @@ def main() -> None:
             path = Path(folder) / f"{nodes}.json"
             records.append(run(nodes, nodes * int(per_node), path, words))
             print(flush=True)
+    print("The time of mpidist over that of raw mpi4py:\n")
     print(side_by_side(records), flush=True)
     head = {"format": "mpidist-bench-nodes", "version": records[0]["version"]}
     Path(file).write_text(json.dumps({**head, "records": records}, indent=1))
