@@ -4,7 +4,7 @@ launch/performance calls it with the folder docs/. The pages are docs/performanc
 docs/performance/tables.md. Between ``<!-- KIND: WORDS -->`` and
 ``<!-- end -->`` it puts what the marker asks for:
 
-    table: NAME...        the rows of all NAME.json, side by side, and the aims
+    table: NAME...        times of mpidist and ratios in all NAME.json, and the aims
     compare: NAME...      their ratios alone, if all are there, but for that of making
                           a strategy, which says little
     ratios: NAME...       the ratios of all NAME.json, a column for each job, if all
@@ -56,16 +56,13 @@ def aim_of(record: Record, row: dict[str, Any]) -> aims.Aim | None:
 
 
 def cells_of(record: Record, row: dict[str, Any]) -> list[str]:
-    """Return raw, mpidist, ratio and aim of a row."""
+    """Return the time of mpidist, its ratio to raw, and the aim of a row."""
     aim = aim_of(record, row)
     raw, ours = row["raw"], row["ours"]
     missed = aim is not None and not aim.is_met(raw["median"], ours["median"])
-    times = [
-        show_seconds(t["median"])
-        + "~" * (t["upper"] - t["lower"] > NOISE * t["median"])
-        for t in (raw, ours)
-    ]
-    return [*times, f"{row['ratio']:.2f}{'*' * missed}", str(aim or "")]
+    noisy = any(t["upper"] - t["lower"] > NOISE * t["median"] for t in (raw, ours))
+    time = show_seconds(ours["median"]) + "~" * noisy
+    return [time, f"{row['ratio']:.2f}{'*' * missed}", str(aim or "")]
 
 
 def rows_of(records: Sequence[Record]) -> Iterator[tuple[str, str, list[list[str]]]]:
@@ -74,7 +71,7 @@ def rows_of(records: Sequence[Record]) -> Iterator[tuple[str, str, list[list[str
     for i, record in enumerate(records):
         for row in record["rows"]:
             key = row["work"], row["nbytes"]
-            cells = rows.setdefault(key, [[""] * 4 for _ in records])
+            cells = rows.setdefault(key, [[""] * 3 for _ in records])
             cells[i] = cells_of(record, row)
     for (work, nbytes), cells in rows.items():
         yield work, "" if nbytes is None else show_size(nbytes), cells
@@ -88,13 +85,13 @@ def in_markdown(heads: list[str], lines: list[list[str]]) -> str:
 
 
 def table_of(records: Sequence[Record]) -> str:
-    """Return a table in Markdown: raw, mpidist, ratio of each record, and the aim."""
+    """Return a table in Markdown: time and ratio of each record, and the aim."""
     names = [record["software"]["mpi"] for record in records]
-    heads = [cell for n in names for cell in (f"{n}: raw", "mpidist", "ratio")]
+    heads = [cell for name in names for cell in (name, "ratio")]
     lines = []
     for work, size, cells in rows_of(records):
         aims_of_row = ", ".join(sorted({aim for *_, aim in cells} - {""}))
-        times = [cell for one in cells for cell in one[:3]]
+        times = [cell for one in cells for cell in one[:2]]
         lines.append([work, size, *times, aims_of_row])
     return in_markdown(["work", "bytes", *heads, "aim"], lines)
 
@@ -102,7 +99,7 @@ def table_of(records: Sequence[Record]) -> str:
 def comparison_of(names: Sequence[str], records: Sequence[Record]) -> str:
     """Return a table in Markdown: the ratio of each record, in a column for each."""
     lines = [
-        [work, size, *(one[2] for one in cells)]
+        [work, size, *(one[1] for one in cells)]
         for work, size, cells in rows_of(records)
         if work != STRATEGY
     ]
