@@ -116,20 +116,15 @@ def compare(words: Sequence[str], sizes: Sequence[int], folder: Path | None) -> 
 INTRODUCTION = """\
 # Conformance with TensorFlow
 
-Small programs run twice: under `tf.distribute.MirroredStrategy`, on logical CPU
-devices, and under `MPIStrategy`, on as many ranks. Values, dtypes, shapes and classes
-of errors are compared on each replica. A difference on purpose is declared with its
-reason and the result of each side. The programs are in `tests/conformance/programs/`.
+`launch/conformance` runs the programs in `tests/conformance/programs/` twice, under
+`tf.distribute.MirroredStrategy` on logical CPU devices and under `MPIStrategy` on as
+many ranks, and writes this page. Values (to rounding), dtypes (but for Python numbers),
+shapes and classes of errors (or subclasses) are compared on each replica; one replica's
+exception and the `ReplicaError` of the others are one error.
 
-```sh
-launch/conformance
-```
-
-runs them and writes this page.
-
-Arrays are equal if they have the same dtype, shape and elements (to rounding; a Python
-number equals a scalar of any dtype), errors if mpidist's class is TensorFlow's or a
-subclass. One replica's exception and the `ReplicaError` of the others are one error.
+Each difference on purpose has its reason and, in brackets, if they are short, the
+results of TensorFlow and of mpidist: those of the first program on 2 replicas, with a
+bar between these.
 """
 
 
@@ -165,8 +160,6 @@ def page_of(runs: Runs, day: datetime.date) -> str:
         f"Results of {day.isoformat()}, with TensorFlow {versions[0].version} and "
         f"mpidist {versions[1].version}:\n",
         _totals(runs),
-        "Short results are shown: those of the first program on 2 replicas, with a bar "
-        "between the replicas.\n",
     ]
     for section in programs_by_section():
         parts += _section(section, runs)
@@ -227,5 +220,5 @@ def _difference(reason: str, programs: list[Program], runs: Runs) -> str:
     shown = [" ".join(results.show(x).replace("`", "'").split()) for x in pair]
     line = f"- {names}: {reason}"
     if max(map(len, shown)) <= LONGEST:
-        line += f" TensorFlow: `{shown[0]}`; mpidist: `{shown[1]}`."
+        line += f" (`{shown[0]}`; `{shown[1]}`)"
     return line

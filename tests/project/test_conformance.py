@@ -204,7 +204,7 @@ def test_explain_and_page_of_a_failure(monkeypatch):
     assert "1 programs: 0 equal, 0 differ on purpose, 1 fail.\n" in page
     assert "## A section: 0 of 1 equal\n" in page
     assert "**fails**: `name`." in page
-    assert "- `name`: Why it is so. TensorFlow: `1`; mpidist: `[1, 2]`." in page
+    assert "- `name`: Why it is so. (`1`; `[1, 2]`)" in page
     text = report.explain(program, 3, runs[3])
     assert "no result" in text
     assert "KeyError" in report.explain(program, 2, runs[2])

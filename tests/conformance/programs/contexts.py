@@ -274,8 +274,7 @@ for _name, _call in IN_REPLICA.items():
 
 
 @section.differs(
-    "The copies diverge in TensorFlow. In mpidist all replicas raise, and the "
-    "variable keeps its value.",
+    "The copies diverge in TensorFlow; here the variable keeps its value.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
     mpidist=lambda n: [Raised("CollectiveMismatchError"), [0.0] * n],
 )
@@ -293,8 +292,8 @@ def in_replica_update(d):
 
 
 @section.differs(
-    "TensorFlow makes a whole PerReplica on each replica. In mpidist a replica has "
-    "its own value only, so this is refused.",
+    "TensorFlow makes a whole PerReplica on each replica; here a replica has its own "
+    "value only.",
     tensorflow=lambda n: ["accepted"] * n,
     mpidist=lambda n: [Raised("RuntimeError")] * n,
 )
@@ -512,7 +511,7 @@ def run_in_scope_of_itself(d):
 
 
 @section.differs(
-    "A strategy is a group of processes here, with a communicator of its own.",
+    "Here a strategy is a group of processes, with a communicator.",
     tensorflow=[Raised("RuntimeError"), "accepted"],
     mpidist=[Raised("TypeError"), Raised("TypeError")],
 )

@@ -52,7 +52,7 @@ def reduce_to_other_value(d):
 
 
 @section.differs(
-    "TensorFlow asserts, or fails for other reasons; mpidist names the destinations.",
+    "mpidist names the possible destinations.",
     tensorflow=[
         Raised("AssertionError"),
         Raised("ValueError"),
@@ -70,7 +70,7 @@ def reduce_to_bad_destinations(d):
 
 
 @section.differs(
-    "The API page has `reduce_to(VariableAggregation.SUM, ...)`. TensorFlow asserts.",
+    "The API page has `reduce_to(VariableAggregation.SUM, ...)`.",
     tensorflow=Raised("AssertionError"),
     mpidist=lambda n: [n * (n - 1) / 2] * n,
 )
@@ -83,7 +83,7 @@ def reduce_to_by_aggregation(d):
 
 
 @section.differs(
-    "The older name of `options`, which the 2.3 pages use; TensorFlow has removed it.",
+    "The older name of `options`, which the 2.3 pages use.",
     tensorflow=Raised("TypeError"),
     mpidist=lambda n: [n * (n - 1) / 2] * n,
 )
@@ -129,7 +129,7 @@ def reduce_to_mirrored_mean(d):
 
 
 @section.differs(
-    "TensorFlow asserts, without a message.",
+    "TensorFlow has no message.",
     tensorflow=Raised("AssertionError"),
     mpidist=Raised("ValueError"),
 )
@@ -168,7 +168,7 @@ def batch_reduce_to_mean(d):
 
 
 @section.differs(
-    "TensorFlow fails inside; there is nothing to reduce.",
+    "There is nothing to reduce.",
     tensorflow=Raised("AttributeError"),
     mpidist=[],
 )
@@ -178,7 +178,7 @@ def batch_reduce_to_nothing(d):
 
 
 @section.differs(
-    "TensorFlow multiplies by the number of replicas here, and refuses in reduce_to.",
+    "TensorFlow multiplies by the number of replicas, and refuses in reduce_to.",
     tensorflow=lambda n: [[1.0 * n, 2.0 * n]] * n,
     mpidist=Raised("ValueError"),
 )
@@ -270,8 +270,8 @@ def update_ungrouped_parts(d):
 
 
 @updating.differs(
-    "TensorFlow makes a Mirrored of results that are not the same. In mpidist that is "
-    "an error on all ranks; `group=False` gives each replica its own.",
+    "A Mirrored whose results are not the same; `group=False` gives each replica its "
+    "own.",
     tensorflow=lambda n: [1.0 + i for i in range(n)],
     mpidist=Raised("CollectiveMismatchError"),
 )
@@ -300,8 +300,8 @@ def update_nest(d):
 
 
 @updating.differs(
-    "The copies of a mirrored variable would diverge. The page says that arguments "
-    "may not be per replica, but TensorFlow does not check it.",
+    "The copies would diverge. The page forbids such arguments, but TensorFlow does "
+    "not check it.",
     tensorflow=lambda n: ["accepted", [float(i) for i in range(n)]],
     mpidist=lambda n: [Raised("CollectiveMismatchError"), [1.0] * n],
 )
@@ -317,8 +317,7 @@ def update_per_replica_args(d):
 
 
 @updating.differs(
-    "The page promises `fn(var, ...)` for a variable that is not distributed; "
-    "TensorFlow asserts.",
+    "The page promises `fn(var, ...)` for a variable that is not distributed.",
     tensorflow=Raised("AssertionError"),
     mpidist=3.0,
 )
@@ -461,7 +460,7 @@ for _name in (
 
 
 @others.differs(
-    "Each process runs its own program, as in MultiWorkerMirroredStrategy.",
+    "As in MultiWorkerMirroredStrategy.",
     tensorflow=False,
     mpidist=True,
 )
@@ -705,8 +704,7 @@ def distribute_values_total(d):
 
 
 @others.differs(
-    "MirroredStrategy has None; mpidist has one that reports what MPI knows about the "
-    "ranks.",
+    "MirroredStrategy has None, mpidist one that reports what MPI knows.",
     tensorflow=True,
     mpidist=False,
 )

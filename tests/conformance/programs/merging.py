@@ -198,7 +198,7 @@ def merge_args_strings_differ(d):
 
 
 @section.differs(
-    "As above: in mpidist the type does not depend on the value.",
+    "The type does not depend on the value.",
     tensorflow=lambda n: ["plain"] * n,
     mpidist=lambda n: ["PerReplica"] * n,
 )
@@ -257,7 +257,7 @@ def merge_counts_differ(d):
 
 
 @section.differs(
-    "TensorFlow asserts; mpidist shows both structures, on all ranks.",
+    "mpidist shows both structures, on all ranks.",
     tensorflow=Raised("AssertionError"),
     mpidist=Raised("CollectiveMismatchError"),
 )
@@ -285,7 +285,7 @@ def merge_fn_raises(d):
 
 
 @section.differs(
-    "In mpidist replica code can catch what merge_fn raises; TensorFlow unwinds it.",
+    "Here replica code can catch what merge_fn raises.",
     tensorflow=Raised("LookupError"),
     mpidist=lambda n: ["caught"] * n,
 )

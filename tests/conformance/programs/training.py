@@ -156,8 +156,7 @@ def average_loss_even(d):
 
 @optimizing.differs(
     "TensorFlow takes the rows of this replica times the number of replicas, so that "
-    "the shares of an uneven batch do not add up to its mean. mpidist counts the rows "
-    "of all replicas.",
+    "the shares of an uneven batch do not add up to its mean.",
     tensorflow=lambda n: [float(i) / n for i in range(n)],
     mpidist=lambda n: [i * (i + 1) * 2 / (n * (n + 1)) for i in range(n)],
 )

@@ -83,9 +83,7 @@ def refused(n, error):
     return {name: [Raised(error), [1.0] * n] for name in OPERATIONS}
 
 
-DIVERGE = (
-    "In TensorFlow the copies of a mirrored variable diverge silently; mpidist raises."
-)
+DIVERGE = "In TensorFlow the copies diverge silently; mpidist raises."
 ON_WRITE: dict[tuple[str, str], Difference] = {
     ("replica_array", "NONE"): differs(
         DIVERGE + " (Older TensorFlow raised here too.)",
@@ -93,8 +91,7 @@ ON_WRITE: dict[tuple[str, str], Difference] = {
         mpidist=lambda n: refused(n, "ValueError") if n > 1 else written(n, [3.0]),
     ),
     ("replica_number", "SUM"): differs(
-        "TensorFlow cannot reduce a Python number; in mpidist it is combined like an "
-        "array.",
+        "In mpidist Python numbers count as scalars.",
         tensorflow=lambda n: refused(n, "ValueError"),
         mpidist=lambda n: written(n, [4.0 * n] * n),
     ),
@@ -148,7 +145,7 @@ ON_READ: dict[tuple[str, str], Difference] = {
     **{
         (context, "NONE"): differs(
             "TensorFlow writes the copies, and then fails as it reads the result, "
-            "which has no aggregation. mpidist does not read the result.",
+            "which has no aggregation.",
             tensorflow=lambda n, value=value: set_then_failed(n, value(n)),
             mpidist=lambda n, value=value: written(n, [value(n)] * n),
         )
@@ -156,15 +153,15 @@ ON_READ: dict[tuple[str, str], Difference] = {
     },
     **{
         (context, "SUM"): differs(
-            "TensorFlow refuses assign_add and assign_sub here. In mpidist they change "
-            "the copy of replica 0, so that the sum changes by the value.",
+            "TensorFlow refuses assign_add and assign_sub. Here they change the copy "
+            "of replica 0, so that the sum changes by the value.",
             tensorflow=lambda n, value=value: spread_or_refused(n, value(n)),
             mpidist=lambda n, value=value: spread(n, value(n)),
         )
         for context, value in ON_READ_VALUES.items()
     },
     ("cross_per_replica", "SUM"): differs(
-        "The classes of the errors differ; mpidist's says what to write.",
+        "mpidist's error says what to write.",
         tensorflow=lambda n: (
             refused(n, "ValueError") | {"assign": [Raised("TypeError"), [1.0] * n]}
         ),
@@ -172,8 +169,8 @@ ON_READ: dict[tuple[str, str], Difference] = {
     ),
     **{
         ("cross_per_replica", aggregation): differs(
-            "An AttributeError of TensorFlow's, about a missing dtype; mpidist says "
-            "what to write.",
+            "TensorFlow's error is about a missing dtype, mpidist's says what to "
+            "write.",
             tensorflow=lambda n: refused(n, "AttributeError"),
             mpidist=lambda n: refused(n, "TypeError"),
         )
@@ -299,9 +296,8 @@ for _aggregation in AGGREGATIONS:
 
 
 @reading.differs(
-    "TensorFlow stores 7 / n, cut to an int, in each copy, and loses the rest; in "
-    "mpidist the first copies get it, so the value that is read is the one that was "
-    "assigned.",
+    "TensorFlow stores 7 / n, cut to an int, in each copy, and loses the rest; here "
+    "the first copies get it.",
     tensorflow=lambda n: ([7 // n] * n, n * (7 // n)),
     mpidist=lambda n: ([7 // n + (i < 7 % n) for i in range(n)], 7),
 )
@@ -502,7 +498,7 @@ def variable_outside(d):
 
 
 @creating.differs(
-    "In mpidist only writing it in the scope of another strategy is an error.",
+    "In mpidist only writing it in another strategy's scope is an error.",
     tensorflow=Raised("RuntimeError"),
     mpidist=[1.0, 2.0],
 )
@@ -535,8 +531,7 @@ def assign_results(d):
 
 
 @creating.differs(
-    "In mpidist assign gives the variable, which acts as its current value, also "
-    "after later assignments; write "
+    "Here assign gives the variable, which shows later assignments; write "
     "`v.assign(...).read_value()` for a copy.",
     tensorflow=[2.0, 3.0],
     mpidist=[7.0, 8.0],
