@@ -18,6 +18,7 @@ from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import component
+from mpidist._strategy.contexts import warn_of_own_value
 from mpidist._values.distributed import PerReplica, is_per_replica
 
 _SIZE = "global_batch_size"
@@ -88,6 +89,8 @@ def _sum_of_rows(group: ReplicaGroup, batch: Nest) -> int:
     collectives = group.collectives
     with collectives.guard.checking(_SIZE):
         rows = _rows_of(batch, group)
+    if not group.is_mpi:
+        warn_of_own_value(_SIZE)
     return collectives.all_reduce(ReduceOp.SUM, rows, call=_SIZE)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from types import TracebackType
 from typing import Final
 
 import numpy as np
@@ -31,6 +32,19 @@ _CALLERS: Final = {
     "mpidist._merge.updates": "`update(variable, fn, args)` calls "
     "`fn(variable, *args)`",
 }
+_PER_REPLICA: Final = (
+    "a PerReplica has a component on each replica: write `strategy.reduce(op, value, "
+    "axis=None)`, `strategy.gather(value, axis=0)`, or compute with it in a function "
+    "that you pass to `strategy.run`"
+)
+_OF_PYTHON: Final = {  # and NumPy, by a part of the message
+    "operand 'PerReplica' does not support ufuncs": _PER_REPLICA,
+    "dispatcher for __array_function__ did not return an iterable": _PER_REPLICA,
+    "Strategy' object does not support the context manager protocol": (
+        "write `with strategy.scope():`"
+    ),
+    "'CollectiveHandle'": "write `handle.result()` for the value",
+}
 _OF_TORCH: Final = (
     "process group has not been initialized",
     "env:// rendezvous",
@@ -51,16 +65,23 @@ def add_hint(error: BaseException) -> None:
     with contextlib.suppress(Exception):  # of the program's `__repr__`, `__getattr__`
         if isinstance(error, AttributeError) and isinstance(error.name, str):
             hint = _hint(error.obj, error.name)
-        elif type(error) is TypeError and "argument" in str(error):
-            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            names = frame.f_globals
-            write = _CALLERS.get(names["__name__"]) or wrong_call(str(error), names)
+        elif type(error) is TypeError:
+            write = _write_for(str(error), error.__traceback__)
             hint = f"mpidist: {write}" if write else ""
         elif type(error) in (KeyError, RuntimeError, ValueError):
             text = str(error)
             hint = _NO_PROCESS_GROUP if any(x in text for x in _OF_TORCH) else ""
     if hint and hint not in getattr(error, "__notes__", ()):
         error.add_note(hint)
+
+
+def _write_for(text: str, trace: TracebackType | None) -> str:
+    """Return what to write in place of what raised a TypeError of Python or NumPy."""
+    if "argument" not in text:
+        return next((write for x, write in _OF_PYTHON.items() if x in text), "")
+    *_, (frame, _) = traceback.walk_tb(trace)
+    names = frame.f_globals
+    return _CALLERS.get(names["__name__"]) or wrong_call(text, names)
 
 
 def _hint(owner: object, name: str) -> str:

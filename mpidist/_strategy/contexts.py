@@ -300,18 +300,21 @@ def require_scope(call: str) -> None:
         )
 
 
-def warn_of_own_value() -> None:
+def warn_of_own_value(call: str = "all_reduce") -> None:
     """Warn, once until another is made, if the caller could mean a strategy.
+
+    Args:
+        call: the name of the call.
 
     Raises:
         RuntimeError: as `require_scope`.
     """
-    require_scope("all_reduce")
+    require_scope(call)
     for group in list(_open.get()):
         _open.get().clear()
         warnings.warn(
-            f"[rank {group.replica_id}] all_reduce: this code runs outside of every "
-            "scope, in the default strategy of one replica, so each rank gets its own "
+            f"[rank {group.replica_id}] {call}: this code runs outside of every scope, "
+            "in the default strategy of one replica, so each rank gets its own "
             f"value back, not one of all {group.num_replicas} replicas of {group}; "
             "call it in a function that you pass to `strategy.run(fn)`",
             RuntimeWarning,

@@ -618,7 +618,10 @@ class Optimizer:
                 )
             if given.summaries:
                 summaries = ", ".join(given.summaries)
-                text += f", given {summaries} (which are not per replica)"
+                text += (
+                    f", given {summaries} (which are not per replica; call it in a "
+                    "function that you pass to `strategy.run`)"
+                )
         except Exception as error:
             collectives.invalid(APPLY, error)
         state.sum(plan, Call(text), given)

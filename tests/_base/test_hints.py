@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from launching import run_ranks
 
+import mpidist
 from mpidist._base.hints import add_hint
 
 
@@ -26,6 +27,33 @@ def test_hints(owner, name, text):
         add_hint(caught.value)
     (note,) = caught.value.__notes__
     assert text in note
+
+
+@pytest.mark.parametrize(
+    ("fail", "text"),
+    [
+        (lambda x: np.sqrt(x), "`strategy.reduce(op, value, axis=None)`"),
+        (lambda x: np.concatenate(x), "`strategy.gather(value, axis=0)`"),
+        (lambda x: begun() + 1, "`handle.result()`"),
+        (lambda x: enter(mpidist.get_strategy()), "`with strategy.scope():`"),
+    ],
+)
+def test_type_errors_of_python_and_numpy(fail, text):
+    with pytest.raises(TypeError) as caught:
+        fail(mpidist.PerReplica([np.ones(2)]))
+    add_hint(caught.value)
+    assert text in "".join(getattr(caught.value, "__notes__", ()))
+
+
+def begun():
+    handle = mpidist.get_replica_context().all_reduce_async("SUM", 1.0)
+    handle.result()
+    return handle
+
+
+def enter(strategy):
+    with strategy:
+        pass
 
 
 @pytest.mark.parametrize(

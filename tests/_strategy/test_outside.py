@@ -43,6 +43,18 @@ def test_it_is_given_once_and_only_on_several_ranks(new_strategy, op, rank, size
     assert not found_in(call)
 
 
+@pytest.mark.parametrize(
+    "call", [mpidist.global_batch_size, mpidist.compute_average_loss]
+)
+def test_the_rows_of_all_ranks_are_those_of_one(new_strategy, call, rank, size):
+    found_in(outside)
+    new_strategy()
+    texts = found_in(lambda: call(np.ones(3)))
+    assert len(texts) == (size > 1)
+    for text in texts:
+        assert text.startswith(f"[rank {rank}] global_batch_size: ")
+
+
 def test_none_where_it_is_meant(new_strategy, size):
     found_in(outside)
     new = new_strategy()
@@ -53,6 +65,7 @@ def test_none_where_it_is_meant(new_strategy, size):
         v.assign(2.0)
         mpidist.optimizers.SGD(0.1).apply_gradients([(1.0, v)])
         mpidist.get_replica_context().all_gather(np.ones(2), axis=0)
+        mpidist.compute_average_loss(np.ones(2), global_batch_size=4)
         assert mpidist.get_strategy().reduce("SUM", 2.0, axis=None) == 2.0
 
     assert not found_in(calls)
