@@ -280,6 +280,11 @@ def _remedies(reports: list[Report]) -> list[str]:
             "ranks: pass what `strategy.reduce` or `strategy.gather` returns, or make "
             "the call in a function for `strategy.run`, where each replica has its own"
         ]
+    if any(" [optimizer #" in call for call in calls):
+        return [
+            "With `overlap=True` gradients are reduced in `backward()`: on every rank "
+            "make the same backward passes in the same order, or write `overlap=False`"
+        ]
     for report in reports:
         for pattern, remedy in _ON_ONE_RANK.items():
             match = re.match(pattern, report.call)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import operator
 import os
 import platform
 import re
 import resource
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -191,7 +193,7 @@ def facts_of_rank(mpi: ModuleType) -> Facts:
             "mpi_threads": library.thread_level(),
             "mpi4py": importlib.metadata.version("mpi4py"),
             "numpy": np.__version__,
-            "python": platform.python_version(),
+            "python": _python(),
             "native_core": "present" if _native.available() else "absent",
             "executable": sys.executable,
         },
@@ -227,6 +229,15 @@ def facts_of_rank(mpi: ModuleType) -> Facts:
         "most_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "shared_memory": _shared_memory(),
     }
+
+
+def _python() -> str:
+    version = platform.python_version()
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return version
+    is_on: bool = operator.methodcaller("_is_gil_enabled")(sys)  # documented
+    state = "on, which the native core needs" if is_on else "off"
+    return f"{version}, free-threaded (its GIL is {state})"
 
 
 def _processor_name() -> str:

@@ -100,6 +100,8 @@ static PyMethodDef functions[] = {
      "In the child of a fork: what it writes to shared memory, no other process sees."},
     {NULL}};
 
+/* It needs Python's lock, and does not say otherwise: a free-threaded Python switches the lock on.
+   `busy`, the plans, and the arrays of a call are protected by it alone. */
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_core",
                                     .m_doc = "The native core: see the headers of the C files.",
                                     .m_size = -1, .m_methods = functions};

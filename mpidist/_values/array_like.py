@@ -206,6 +206,10 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         return int(self.value())
 
     def __float__(self) -> float:
+        if self.size != 1:  # `np.float64` asks for an array then: one read is enough
+            raise TypeError(
+                f"float: expected one element, got an array of shape {self.shape}"
+            )
         return float(self.value())
 
     def __complex__(self) -> complex:

@@ -155,6 +155,7 @@ class Overlap:
         self._ready: dict[int, int] = {}  # since the last step: how often, in order
         self._found: dict[int, tuple[torch.Tensor | None, int, str]] = {}  # then
         self._hooks: dict[int, Any] = {}
+        self._number = 0  # of the plan: no other optimizer has the same
         self._redone = 0  # steps in which buckets were stale, one after the other
         self._holds = False
 
@@ -235,7 +236,7 @@ class Overlap:
         gradients = gradients_of(bucket.named)
         bucket.taken = [_with_version(x) for x in gradients]
         named, group, op = bucket.named, plan.group, self._op
-        call = f"{self._call}, {bucket.text}"
+        call = f"{self._call} [optimizer #{self._number}], {bucket.text}"
         bucket.handle = begin_async(
             group,
             call,
@@ -276,6 +277,7 @@ class Overlap:
         call = f"{self._call}, the order of the gradients"
         rows = group.collectives.broadcast(np.array([order, counts]), call=call)
         order, counts = rows.tolist()
+        self._number = group.guard.sequence
         if any(counts):
             last = {i for i, n in enumerate(counts) if not n}
             self._plan = _Plan(group, named, order, counts, last)

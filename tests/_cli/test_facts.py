@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidist._cli import info_command, system_checks
+from mpidist._cli import facts, info_command, system_checks
 from mpidist._cli.facts import Job, launcher_facts, sizes_text
 
 STEP = {
@@ -114,3 +114,12 @@ def test_devices_and_why():
     assert second == "node 1: CPU:0 for all ranks; no GPU is found"
     (line,) = describe(("CPU:0",), [1], [None], "cpu")
     assert line == "CPU:0; --device cpu"
+
+
+@pytest.mark.parametrize(
+    ("is_on", "text"), [(True, "on, which the native core needs"), (False, "off")]
+)
+def test_a_free_threaded_python(monkeypatch, is_on, text):
+    monkeypatch.setattr(facts.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    monkeypatch.setattr(facts.sys, "_is_gil_enabled", lambda: is_on, raising=False)
+    assert facts._python().endswith(f", free-threaded (its GIL is {text})")

@@ -743,3 +743,14 @@ def test_enumerations_by_name(strategy, size):
     for name in ("MEDIAN", "ONLY_FIRST", 3):
         with pytest.raises(ValueError, match="NONE, SUM, MEAN or ONLY_FIRST_REPLICA"):
             make(strategy, 0.0, aggregation=name)
+
+
+@pytest.mark.parametrize("initial", [0.0, [0.0, 0.0]])
+@pytest.mark.parametrize("convert", [np.float64, np.float32, np.asarray])
+def test_a_conversion_reads_once(metric, strategy, size, initial, convert):
+    """Each read is a reduction: NumPy tries `__float__` before `__array__`."""
+    v = metric(initial=np.array(initial))
+    before = strategy._group.guard.sequence
+    total = convert(v)
+    assert strategy._group.guard.sequence - before <= 1
+    np.testing.assert_array_equal(total, np.full(v.shape, size * (size + 1) / 2))

@@ -285,6 +285,30 @@ def test_an_optimizer_outlives_a_strategy(new_strategy, torch, mt, size):
 
 
 @pytest.mark.usefixtures("several")
+@pytest.mark.parametrize("skips", [False, True])
+def test_two_optimizers_whose_backward_passes_differ(strategy, torch, mt, rank, skips):
+    """Equal modules have equal buckets, whose gradients must not be mixed."""
+    two = [Training(torch, mt, strategy, True) for _ in range(2)]
+
+    def step(order):
+        for one in two:
+            one.optimizer.zero_grad()
+        for k in order:
+            two[k].loss().backward()
+        for one in two:
+            one.optimizer.step()
+
+    for order in ([0, 1], [0, 1]):
+        step(order)
+    order = [1] if skips else [1, 0]
+    for row in outcomes(lambda: step([0, 1] if rank else order)):
+        assert row.name == "CollectiveMismatchError"
+        assert row.message.count(" [optimizer #") == 2
+        assert "or write `overlap=False`" in row.message
+    assert_usable(strategy)
+
+
+@pytest.mark.usefixtures("several")
 def test_a_gradient_that_cannot_be_reduced(strategy, torch, mt, rank):
     module = torch.nn.Embedding(30, 8, sparse=True)
     mt.broadcast_parameters(module, strategy=strategy)
