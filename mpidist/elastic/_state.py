@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from mpidist._base.errors import ReplicaLostError, on_rank
 from mpidist._base.expect import as_int, expect
+from mpidist._base.remedies import missing_name
 from mpidist._checkpoints import Checkpoint, CheckpointManager, contents
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.guest_items import Held
@@ -241,7 +242,8 @@ class StateStorage:
         later = ""
         if self.build is not None and not self.made:
             later = "; what `build` makes is there in the function that `run` calls"
-        raise AttributeError(f"this State has no {name!r}; it has {names}{later}")
+        message = f"this State has no attribute {name!r}; it has {names}{later}"
+        raise missing_name("State", message, name)
 
 
 class State:
@@ -356,7 +358,7 @@ class State:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(f"a State has no attribute {name!r}")
         return self._storage.object(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

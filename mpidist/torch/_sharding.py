@@ -26,7 +26,7 @@ from mpidist._base import backend, partition
 from mpidist._base.errors import OutOfSyncError, on_rank
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.partition import Partition
-from mpidist._base.remedies import explain_keywords
+from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import guest_items
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
@@ -397,3 +397,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Return the ranks of a collective method, and its name for messages."""
         call = f"{self._name}.{method}"
         return group_of_call(self._strategy, call), call
+
+
+explain_attributes(ZeroRedundancyOptimizer, "mpidist.torch.ZeroRedundancyOptimizer")

@@ -52,6 +52,7 @@ def owner_of(tmp_path: Path) -> Callable[[str], Any]:
         "CheckpointReader": lambda: mpidist.load_checkpoint(
             mpidist.Checkpoint(w=mpidist.Variable(1.0)).save(tmp_path / "saved")
         ),
+        "State": lambda: mpidist.elastic.State(epoch=0),
         # Without its signal handlers, which are not asked.
         "PreemptionCheckpointHandler": lambda: object.__new__(
             mpidist.experimental.PreemptionCheckpointHandler

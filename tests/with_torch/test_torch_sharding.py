@@ -192,6 +192,8 @@ def test_dtypes_parameters_without_gradient_and_odd_ones(strategy, torch, mt):
         each["scalar"].grad = None
         each["frozen"].requires_grad_(True)
     step()
+    with pytest.raises(AttributeError, match="on all ranks: it is collective"):
+        sharded.consolidate_state_dict(to=0)
     state = sharded.state_dict()
     assert state["param_groups"] == adam.state_dict()["param_groups"]
     torch.testing.assert_close(state["state"], adam.state_dict()["state"])

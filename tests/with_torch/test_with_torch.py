@@ -843,6 +843,8 @@ def test_passes_as_in_horovod(strategy, rank, torch, mt):
         assert "after the last of 2 passes" in text
     with pytest.raises(AttributeError, match="leave it out"):
         optimizer.skip_synchronize  # noqa: B018
+    with pytest.raises(AttributeError, match="only `optimizer"):
+        optimizer.no_sync  # noqa: B018
     with pytest.raises(AttributeError, match=r"'SGD' object has no attribute 'other'$"):
         optimizer.other  # noqa: B018
 
