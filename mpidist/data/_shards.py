@@ -91,8 +91,8 @@ def input_of(dataset: object, call: str) -> Stage:
     if _holds_rows(dataset):
         raise TypeError(
             f"{call}: got {_describe(dataset)}, which is not a dataset of batches; "
-            "write `mpidist.data.Dataset.from_tensor_slices(x).batch("
-            "global_batch_size)` for its rows, or a list of batches"
+            "write `mpidist.data.Dataset.from_tensor_slices(x).batch(batch_size)` for "
+            "its rows, or a list of batches"
         )
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if indexed or hasattr(dataset, "__iter__"):

@@ -483,7 +483,7 @@ def test_debug_mode_compares_the_global_batches(new_strategy, rank, size, monkey
     ("given", "error", "message"),
     [
         (np.ones((8, 2)), TypeError, r"ndarray of shape \(8, 2\), which is not"),
-        ((np.ones(8), 1), TypeError, r"slices\(x\).batch\(global_batch_size\)"),
+        ((np.ones(8), 1), TypeError, r"slices\(x\).batch\(batch_size\)"),
         ({"x": np.ones(8)}, TypeError, r"got \{'x': float64 \(8,\)\}"),
         ([1.0, 2.0], TypeError, "not a dataset of batches"),
         ("text", TypeError, "not a dataset of batches"),
