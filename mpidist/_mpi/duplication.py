@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mpidist._base.errors import CollectiveTimeoutError
+from mpidist._mpi.collective_release import count
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
 
 _CALL: Final = "MPIStrategy(...)"
@@ -47,6 +48,7 @@ def duplicate(comm: MpiComm, wait: Callable[[MpiRequest, str], None]) -> MpiComm
     Raises:
         CollectiveTimeoutError: if some rank does not come. `comm` then keeps what was
             begun, for the next call.
+        RuntimeError: if MPI has no communicator left.
     """
     key = _key()
     attempt = comm.Get_attr(key)
@@ -65,6 +67,15 @@ def duplicate(comm: MpiComm, wait: Callable[[MpiRequest, str], None]) -> MpiComm
             f"{error}. Until then make no other collective call on `comm`: its "
             "duplication is pending, and the next MPIStrategy on it goes on with that"
         ) from None
+    except mpi_module().Exception as error:
+        if error.Get_error_class() != mpi_module().ERR_OTHER:
+            raise
+        raise RuntimeError(
+            f"{_CALL}: MPI cannot make another communicator; {count()} of strategies "
+            "are not freed in this process, and some MPI libraries can have 2,000. "
+            "Close strategies with `strategy.close()`. Those that gave up are never "
+            "freed: end the program, and start it again from its last checkpoint"
+        ) from error
     comm.Delete_attr(key)
     return attempt.duplicate
 

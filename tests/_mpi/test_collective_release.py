@@ -18,7 +18,7 @@ from replicas import (
 
 import mpidist
 from mpidist import _native
-from mpidist._mpi import collective_release
+from mpidist._mpi import collective_release, duplication
 from mpidist._mpi.collective_release import CollectiveResource
 from mpidist._strategy.strategy import group_of
 
@@ -187,6 +187,23 @@ def test_what_one_rank_still_uses_stays_on_all(strategy, rank, size):
         del one
     release_unused(strategy)
     assert collective_release.count() == count
+
+
+@mpi
+def test_mpi_has_no_communicator_left(strategy):
+    """As after some 2,000 strategies of MPICH that gave up."""
+    from mpi4py import MPI
+
+    def wait(request, what):
+        request.Wait()
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    comm = MPI.COMM_WORLD.Dup()
+    with pytest.raises(
+        RuntimeError, match=r"not freed.* `strategy.close\(\)`"
+    ) as caught:
+        duplication.duplicate(comm, wait)
+    assert isinstance(caught.value.__cause__, MPI.Exception)
 
 
 @mpi
