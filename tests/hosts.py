@@ -435,7 +435,8 @@ class Hosts:
         self, ranks_of: Mapping[str, int], env: Mapping[str, str]
     ) -> list[str]:
         mpirun = launching.find_mpirun()
-        ranks = str(sum(ranks_of.values()))
+        ranks = sum(ranks_of.values())
+        crowded = ranks > (os.cpu_count() or 1)
         hosts = ",".join(f"{name}:{count}" for name, count in ranks_of.items())
         agent = str(self._own / "agent")
         carried_names = ("MPIDIST_", "OMP_", "OPENBLAS_", "PYTHON", "OMPI_MCA", "I_MPI")
@@ -451,16 +452,16 @@ class Hosts:
                 # Each host seems to have a core for each of its ranks, but they are
                 # those of the other hosts: a rank that spins keeps others from running,
                 # and making a strategy took 15 times as long.
-                *("--mca", "mpi_yield_when_idle", "1"),
+                *("--mca", "mpi_yield_when_idle", str(int(crowded))),
                 *("--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"),
-                *("-n", ranks, *forward),
+                *("-n", str(ranks), *forward),
             ]
         # Of Intel MPI `-hosts` would fill one host after the other.
         machines = self._own / "machines"
         machines.write_text(hosts.replace(",", "\n") + "\n")
         return [
             *(mpirun, "-launcher", "ssh", "-launcher-exec", agent),
-            *("-machinefile", str(machines), "-n", ranks),
+            *("-machinefile", str(machines), "-n", str(ranks)),
             *("-genvlist", ",".join(carried)),
         ]
 

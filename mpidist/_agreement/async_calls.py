@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from mpidist._agreement import mismatch, polling
+from mpidist._agreement.channel import between_of
 from mpidist._base import threads
 from mpidist._timeline.observer import NOTHING, Observers
 
@@ -220,6 +221,7 @@ class AsyncCalls:
                 )
                 thread.start()
                 self._thread = thread
+                self._set_awaited(False)
             self._last = weakref.ref(call)
             self._set_unsettled(True)
             self._queue.put(call)
@@ -242,12 +244,19 @@ class AsyncCalls:
         if observers is not None and not call.done():
             text = f"the wait for {call._name}"
             observed = observers.work(text, 0, "waits for begun")
-        self._awaited = True
+        self._set_awaited(True)
         try:
             with observed:
                 call._wait()
         finally:
-            self._awaited = False
+            self._set_awaited(False)
+
+    def _set_awaited(self, awaited: bool) -> None:
+        """Have the thread leave its core while it waits, unless the program does."""
+        self._awaited = awaited
+        between, thread = between_of(self._guard.channel), self._thread
+        if between is not None and thread is not None:
+            between.sleeper = 0 if awaited else thread.ident
 
     def _wait_for_last(self) -> None:
         last = self._last()

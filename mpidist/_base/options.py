@@ -49,8 +49,9 @@ class CommunicationOptions:
     Attributes:
         bytes_per_pack: the maximum number of bytes of leaves that are packed for one
             MPI call. 0, the default, means ``MPIDIST_FUSION_MB`` or 32 MiB. It has no
-            effect if leaves are not packed: in shared memory, and for small nests,
-            which are sent with their header.
+            effect if leaves are not packed: in shared memory, for small nests, which
+            are sent with their header, and for NumPy arrays above 1 MiB that are
+            all-reduced in their own dtype.
         timeout_seconds: how long a rank waits for the others before every waiting
             rank raises `CollectiveTimeoutError`, in seconds. None, the default,
             means ``MPIDIST_TIMEOUT`` or 1,800; 0 means no limit.

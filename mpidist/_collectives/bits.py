@@ -17,7 +17,7 @@ import numpy as np
 from mpidist import _native
 from mpidist._agreement.channel import OK, Channel, between_of
 from mpidist._base.types import HostArray
-from mpidist._mpi.buffers import BufferCollectives
+from mpidist._mpi.buffers import BufferCollectives, BufferReduction
 from mpidist._mpi.communicator import Communicator
 
 # For MPI's algorithms for small and for large arrays; the first fits the room, too.
@@ -63,7 +63,7 @@ def _digest(data: bytes) -> bytes:
 
 def _sum(buffers: BufferCollectives, x: HostArray) -> bytes:
     total = np.empty_like(x)
-    buffers.allreduce(x, total, "SUM")
+    buffers.allreduce([BufferReduction(x, total, "SUM")])
     return total.tobytes()
 
 

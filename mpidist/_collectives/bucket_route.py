@@ -4,6 +4,8 @@ For nests that other routes do not accept: without the core, large nests between
 of one rank, GPU buffers that NCCL or MPI moves, operations that the core lacks. Leaves
 are packed into few flat buffers, which a transport reduces. They are planned once:
 which leaf is at which offset of which buffer, and which MPI operation reduces it.
+Large leaves on the host are not packed. Buffers move together, in pieces, and those
+that have arrived are divided while others are moving (`BufferCollectives.allreduce`).
 """
 
 from __future__ import annotations
@@ -22,8 +24,13 @@ from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
 from mpidist._collectives.transports import Transport
+from mpidist._mpi.allreduce_algorithm import LEAST_EXCHANGED
+from mpidist._mpi.buffers import BufferReduction
 from mpidist._mpi.communicator import Communicator
 
+# Bytes of a leaf on the host that has its own bucket, if it can be reduced from where
+# it is.
+_LEAST_UNPACKED: Final = LEAST_EXCHANGED
 _BYTES: Final = np.dtype(np.uint8)
 
 
@@ -35,6 +42,7 @@ class Bucket:
         wire: the dtype of the buffer.
         operation: of MPI; or "gather": one leaf, whose values are gathered.
         compression: of a buffer that is sent as 16-bit floats.
+        is_direct: whether it is one leaf that is reduced from the array to the result.
     """
 
     leaves: tuple[int, ...]
@@ -43,23 +51,31 @@ class Bucket:
     wire: DType
     operation: str
     compression: Compression | None = None
+    is_direct: bool = False
 
 
 def plan_buckets(
     leaves: list[Leaf],
     bytes_per_pack: int,
     compress: Callable[[], Compression] | None = None,
+    root: int | None = None,
 ) -> list[Bucket]:
-    """Divide leaves into buckets of at most ``bytes_per_pack``, in order, by dtype.
+    """Divide leaves into buckets of at most ``bytes_per_pack``, by dtype.
 
-    A leaf that is larger than a bucket has its own.
+    A leaf that is larger than a bucket has its own; so has a large one on the host that
+    is reduced from where it is. Those that are come first.
 
     Args:
         leaves: to be reduced.
         bytes_per_pack: the maximum size of a bucket of several leaves.
         compress: makes the compression of a bucket whose leaves allow it: on the host,
             of more than `LEAST_BYTES`.
+        root: the one rank that wants the results, from packed leaves; None: all do.
     """
+
+    def is_plain(index: int, lossy: bool) -> bool:
+        return root is None and not lossy and leaves[index].reduction.encoding == "none"
+
     groups: dict[tuple[DType, str, bool, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
         reduction = leaf.reduction
@@ -67,20 +83,27 @@ def plan_buckets(
         key = (reduction.wire, reduction.mpi, leaf.on_device, lossy)
         groups.setdefault(key, []).append(index)
     buckets: list[Bucket] = []
-    for (wire, operation, _, lossy), members in groups.items():
+    for (wire, operation, on_device, lossy), members in groups.items():
         room = max(1, bytes_per_pack // wire.itemsize)
         bucket: Bucket | None = None
         for index in members:
             size = leaves[index].size
-            full = bucket is not None and bucket.size + size > room
-            if bucket is None or full or operation == "gather":
+            is_large = size * wire.itemsize >= _LEAST_UNPACKED and not on_device
+            if operation == "gather" or (is_large and is_plain(index, lossy)):
+                buckets.append(Bucket((index,), (0,), size, wire, operation))
+                continue
+            if bucket is None or bucket.size + size > room:
                 compression = compress() if lossy and compress is not None else None
                 bucket = Bucket((), (), 0, wire, operation, compression)
                 buckets.append(bucket)
             bucket.leaves += (index,)
             bucket.offsets += (bucket.size,)
             bucket.size += size
-    return buckets
+    for bucket in buckets:
+        alone = len(bucket.leaves) == 1 and bucket.operation != "gather"
+        lossy = bucket.compression is not None
+        bucket.is_direct = alone and is_plain(bucket.leaves[0], lossy)
+    return sorted(buckets, key=lambda bucket: not bucket.is_direct)
 
 
 class _Call(NamedTuple):
@@ -101,13 +124,16 @@ class BucketReduce(PreparedPlan[_Call]):
         self._transports = signature.transports
         self._wanted = signature.root in (None, resources.comm.rank)
         self._buckets = plan_buckets(
-            signature.leaves, signature.bytes_per_pack, signature.compress
+            signature.leaves,
+            signature.bytes_per_pack,
+            signature.compress,
+            signature.root,
         )
         # Of the largest bucket that is packed, on the host and on the GPU: its bytes,
         # and a leaf that is in the same kind of memory.
         self._packed: dict[bool, tuple[int, int]] = {}
         for bucket in self._buckets:
-            if not self._is_direct(bucket) and bucket.operation != "gather":
+            if not bucket.is_direct and bucket.operation != "gather":
                 index = bucket.leaves[0]
                 on_device = self._leaves[index].on_device
                 nbytes = bucket.size * bucket.wire.itemsize
@@ -134,35 +160,54 @@ class BucketReduce(PreparedPlan[_Call]):
         return self._pool.empty(shape, dtype)
 
     def _move(self, work: _Call) -> None:
+        # Of each transport: what moves together. One of them is packed, since all
+        # buckets are packed into the same memory.
+        together: dict[Transport, list[BufferReduction]] = {}
         for bucket in self._buckets:
-            near = work.arrays[bucket.leaves[0]]
-            transport = self._transports.of(near)
+            transport = self._transports.of(work.arrays[bucket.leaves[0]])
             if bucket.operation == "gather":
                 self._gather(bucket.leaves[0], work, transport)
-            elif self._is_direct(bucket):
-                self._reduce(bucket.leaves[0], work, transport)
+                continue
+            if bucket.is_direct:
+                reduction = self._unpacked(bucket.leaves[0], work)
+                together.setdefault(transport, []).append(reduction)
+                continue
+            packed = self._pack(bucket, work)
+            if self._root is not None:
+                transport.reduce(packed.receive, packed.op, self._root)
+                packed.conclude()
+            elif bucket.compression is not None and packed.receive.nbytes > LEAST_BYTES:
+                assert isinstance(self._comm, Communicator)  # between nodes
+                self._comm.traffic.count("Allreduce", packed.receive.nbytes)
+                bucket.compression.begin().allreduce(
+                    self._comm.buffers, backend.to_host(packed.receive)
+                )
+                packed.conclude()
             else:
-                self._reduce_packed(bucket, work, transport)
+                transport.allreduce([*together.pop(transport, []), packed])
+        for transport, reductions in together.items():
+            transport.allreduce(reductions)
 
     def _conclude(self, work: _Call) -> Results:
         return work.results
 
-    def _is_direct(self, bucket: Bucket) -> bool:
-        """Whether a bucket is one leaf that is reduced from the array to the result."""
-        encoding = self._leaves[bucket.leaves[0]].reduction.encoding
-        alone = len(bucket.leaves) == 1 and bucket.compression is None
-        return alone and encoding == "none" and self._root is None
-
-    def _reduce(self, index: int, work: _Call, transport: Transport) -> None:
+    def _unpacked(self, index: int, work: _Call) -> BufferReduction:
+        x, result = work.arrays[index], work.results[index]
         reduction = self._leaves[index].reduction
         assert reduction.mpi != "gather"
-        source = backend.flat(backend.contiguous(work.arrays[index]))
-        result = backend.flat(work.results[index])
-        transport.allreduce(reduction.encode(source), result, reduction.mpi)
-        if reduction.op is ReduceOp.MEAN:
-            reduction.decode(result, self._comm.size, result)
+        source, target = None, backend.flat(result)
+        if x.flags.c_contiguous and getattr(x.flags, "aligned", True):
+            source = reduction.encode(backend.flat(x))
+        else:
+            result[...] = x
 
-    def _reduce_packed(self, bucket: Bucket, work: _Call, transport: Transport) -> None:
+        def divide(part: slice) -> None:
+            reduction.decode(target[part], self._comm.size, target[part])
+
+        then = divide if reduction.op is ReduceOp.MEAN else None
+        return BufferReduction(source, reduction.encode(target), reduction.mpi, then)
+
+    def _pack(self, bucket: Bucket, work: _Call) -> BufferReduction:
         memory = work.packed[self._leaves[bucket.leaves[0]].on_device]
         packed = memory[: bucket.size * bucket.wire.itemsize].view(bucket.wire)
         parts: list[tuple[int, Reduction, Array]] = []
@@ -171,20 +216,14 @@ class BucketReduce(PreparedPlan[_Call]):
             part = packed[offset : offset + leaf.size].reshape(leaf.shape)
             leaf.reduction.encode(work.arrays[index], part)
             parts.append((index, leaf.reduction, part))
+
+        def unpack(moved: slice) -> None:
+            if self._wanted and moved.stop >= bucket.size:
+                for index, reduction, part in parts:
+                    reduction.decode(part, self._comm.size, work.results[index])
+
         operation: MPIOp = bucket.operation  # type: ignore[assignment]
-        if bucket.compression is not None and packed.nbytes > LEAST_BYTES:
-            assert isinstance(self._comm, Communicator)  # between nodes
-            self._comm.traffic.count("Allreduce", packed.nbytes)
-            bucket.compression.begin().allreduce(
-                self._comm.buffers, backend.to_host(packed)
-            )
-        elif self._root is None:
-            transport.allreduce(None, packed, operation)
-        else:
-            transport.reduce(packed, operation, self._root)
-        if self._wanted:
-            for index, reduction, part in parts:
-                reduction.decode(part, self._comm.size, work.results[index])
+        return BufferReduction(None, packed, operation, unpack)
 
     def _gather(self, index: int, work: _Call, transport: Transport) -> None:
         """Gather all values and combine them in rank order: MPI cannot reduce them."""

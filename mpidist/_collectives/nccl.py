@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import DeviceArray, DType
 from mpidist._collectives.transports import Transport
 from mpidist._mpi.any_communicator import AnyCommunicator
+from mpidist._mpi.buffers import BufferReduction
 
 NcclCommunicator: TypeAlias = Any
 """A `cupy.cuda.nccl.NcclCommunicator`; CuPy has no types."""
@@ -87,19 +88,20 @@ class NcclTransport(Transport):
         """Return whether NCCL has the type and the operation."""
         return self._find(dtype, op) is not None
 
-    def allreduce(
-        self, send: DeviceArray | None, receive: DeviceArray, op: MPIOp
-    ) -> None:
-        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
-        send = receive if send is None else send
-        found = self._find(send.dtype, op)
-        if found is not None and send.size:
-            count = send.size * found.parts
-            where = gpus.address(send), gpus.address(receive)
-            self._queue(
-                self._communicator.allReduce, *where, count, found.type, found.op
-            )
-            self._count("ncclAllReduce", send.nbytes)
+    def allreduce(self, reductions: Sequence[BufferReduction]) -> None:
+        """Reduce buffers over all ranks, into buffers of all ranks."""
+        for reduction in reductions:
+            send, receive, op, _ = reduction
+            found = self._find(receive.dtype, op)
+            if found is not None and receive.size:
+                count = receive.size * found.parts
+                buffers: list[Any] = [receive if send is None else send, receive]
+                where = map(gpus.address, buffers)
+                self._queue(
+                    self._communicator.allReduce, *where, count, found.type, found.op
+                )
+                self._count("ncclAllReduce", receive.nbytes)
+            reduction.conclude()
 
     def reduce(self, buffer: DeviceArray, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""

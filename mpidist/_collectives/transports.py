@@ -6,6 +6,7 @@ arrays and one for GPU arrays; `transport_choice` chooses them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpidist import _native
@@ -15,6 +16,7 @@ from mpidist._base import backend
 from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import Array, DType, record
 from mpidist._mpi.any_communicator import AnyCommunicator
+from mpidist._mpi.buffers import BufferReduction
 
 
 class Transport:
@@ -33,8 +35,8 @@ class Transport:
         """Return whether it reduces buffers of a dtype with an operation of MPI."""
         return False
 
-    def allreduce(self, send: Any, receive: Any, op: MPIOp) -> None:
-        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
+    def allreduce(self, reductions: Sequence[BufferReduction]) -> None:
+        """Reduce buffers over all ranks, into buffers of all ranks."""
         raise NotImplementedError
 
     def reduce(self, buffer: Any, op: MPIOp, root: int) -> None:
@@ -82,10 +84,11 @@ class DirectTransport(Transport):
         """Return True."""
         return True
 
-    def allreduce(self, send: Array | None, receive: Array, op: MPIOp) -> None:
-        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
-        backend.synchronize(receive if send is None else send)
-        self.comm.allreduce(send, receive, op)
+    def allreduce(self, reductions: Sequence[BufferReduction]) -> None:
+        """Reduce buffers over all ranks, into buffers of all ranks."""
+        for send, receive, *_ in reductions:
+            backend.synchronize(receive if send is None else send)
+        self.comm.allreduce(reductions)
 
     def reduce(self, buffer: Array, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root."""

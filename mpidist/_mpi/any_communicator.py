@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from mpidist._base.errors import as_told, on_rank
 from mpidist._base.reduce_op import MPIOp
-from mpidist._mpi.buffers import Buffer
+from mpidist._mpi.buffers import Buffer, BufferReduction
 from mpidist._mpi.requests import Request, Transfer
 from mpidist._mpi.traffic import Traffic
 
@@ -88,10 +88,10 @@ class AnyCommunicator:
                 raise as_told(failure(on_rank(self.rank, reason)))
         return result
 
-    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
-        """Copy ``send``, if it is given, into ``receive``."""
-        if send is not None:
-            receive[...] = send
+    def allreduce(self, reductions: Sequence[BufferReduction]) -> None:
+        """Take the values of the one rank."""
+        for reduction in reductions:
+            reduction.keep()
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Do nothing."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,34 @@ from mpidist._mpi.requests import Transfer, Waiter
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
+
+
+class BufferReduction(NamedTuple):
+    """A buffer that is to be all-reduced.
+
+    Attributes:
+        send: this rank's; None: it is in ``receive``.
+        receive: for the result.
+        op: the operation.
+        then: called with each part of ``receive`` that has its result, in order, while
+            other parts are still moving.
+    """
+
+    send: Buffer | None
+    receive: Buffer
+    op: MPIOp
+    then: Callable[[slice], None] | None = None
+
+    def keep(self) -> None:
+        """Take this rank's values as the result: there is no other rank."""
+        if self.send is not None:
+            self.receive[...] = self.send
+        self.conclude()
+
+    def conclude(self, part: slice | None = None) -> None:
+        """Note that a part, or all, of ``receive`` has its result."""
+        if self.then is not None:
+            self.then(slice(0, self.receive.size) if part is None else part)
 
 
 class BufferCollectives:
@@ -104,120 +132,141 @@ class BufferCollectives:
 
     # --- reductions -------------------------------------------------------------
 
-    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
-        """Reduce ``send`` of all ranks into ``receive`` of all ranks.
+    def allreduce(self, reductions: Sequence[BufferReduction]) -> None:
+        """Reduce buffers over all ranks, into buffers of all ranks.
 
         Args:
-            send: this rank's; None: it is in ``receive``.
-            receive: for the result.
-            op: the operation.
+            reductions: with the same sizes and operations on all ranks. Their pieces
+                move as if they were those of one buffer.
         """
-        if self.size == 1 or not receive.size:
-            if send is not None:
-                receive[...] = send
-            return
-        if backend.is_device_array(receive):
-            self._allreduce_on_device(send, receive, op)
-            return
-        if not self.same_bits:
-            if send is not None:
-                receive[...] = send
-                backend.synchronize(receive)
-            self.reduce(receive, op, 0)
-            self.broadcast(receive, 0)
-            return
-        pieces = self._pieces(receive, self.algorithm)
-        exchanges = op == "SUM" and receive.nbytes >= self.algorithm.exchanged_bytes
-        begin = self._begin_exchange if exchanges else self._begin_reduction
-        slots = self._slots(receive, pieces, needed=exchanges or send is None)
-        # A piece has one or two collectives: `begin` starts the first, and returns what
-        # ends it, and starts the second.
-        ends: list[Callable[[], Transfer]] = []
-        begun: list[Transfer] = []
+        pieces: list[tuple[BufferReduction, slice, bool]] = []
+        for reduction in reductions:
+            receive = reduction.receive
+            if self.size == 1 or not receive.size:
+                reduction.keep()
+            elif backend.is_device_array(receive):
+                self._allreduce_on_device(reduction)
+            elif not self.same_bits:
+                self._reduce_and_broadcast(reduction)
+            else:
+                is_sum, least = reduction.op == "SUM", self.algorithm.exchanged_bytes
+                exchanges = is_sum and receive.nbytes >= least
+                parts = self._pieces(receive, self.algorithm)
+                pieces += [(reduction, part, exchanges) for part in parts]
+        slots = self._slots(pieces)
+        steps: list[Iterator[None]] = []
+        for number, (reduction, part, exchanges) in enumerate(pieces):
+            move = self._exchange if exchanges else self._iallreduce
+            steps.append(move(reduction, part, slots[number % len(slots)]))
         try:
-            for number, part in enumerate(pieces):
-                if number >= self.algorithm.in_flight:
-                    begun.append(ends[number - self.algorithm.in_flight]())
-                source = None if send is None else send[part]
-                slot = slots[number % self.algorithm.in_flight]
-                ends.append(begin(source, receive[part], slot, op))
-            begun.extend(end() for end in ends[len(begun) :])
-            for transfer in begun:
-                self.finish(transfer)
+            self._interleave(steps)
         except BaseException:
-            leak((send, receive, slots, ends, begun))  # others may be in progress
+            leak((reductions, slots, steps))  # others may be in progress
             raise
 
-    def _allreduce_on_device(
-        self, send: Buffer | None, receive: Buffer, op: MPIOp
-    ) -> None:
+    def _interleave(self, pieces: Sequence[Iterator[None]]) -> None:
+        """Make the steps of pieces: each begins with the wait for what the last began.
+
+        The next step of a piece is made when ``in_flight`` others have made theirs:
+        those are moving while this rank adds, or concludes. A piece is waited for
+        before the one that uses the same scratch memory starts.
+        """
+        lag = self.algorithm.in_flight
+        for number in range(len(pieces) + 2 * lag):
+            for piece in (number - lag, number, number - 2 * lag):
+                if 0 <= piece < len(pieces):
+                    next(pieces[piece], None)
+
+    def _allreduce_on_device(self, reduction: BufferReduction) -> None:
+        send, receive, op, _ = reduction
         for part in self._pieces(receive, Algorithm(False, 1, MOST_PIECE, NEVER)):
             source = self._mpi.IN_PLACE if send is None else send[part]
             self._block(
                 self.comm.Allreduce, source, receive[part], getattr(self._mpi, op)
             )
+            reduction.conclude(part)
 
-    def _begin_reduction(
-        self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
-    ) -> Callable[[], Transfer]:
-        if source is None:  # not MPI_IN_PLACE: see `fastest_algorithm`
-            source = slot[: target.size]
+    def _reduce_and_broadcast(self, reduction: BufferReduction) -> None:
+        send, receive, op, _ = reduction
+        if send is not None:
+            receive[...] = send
+        self.reduce(receive, op, 0)
+        self.broadcast(receive, 0)
+        reduction.conclude()
+
+    def _iallreduce(
+        self, reduction: BufferReduction, part: slice, slot: HostArray
+    ) -> Iterator[None]:
+        """Make the steps of a piece: MPI's all-reduce; what follows it."""
+        send, receive, op, _ = reduction
+        target = receive[part]
+        if send is None:  # not MPI_IN_PLACE: see `fastest_algorithm`
+            source = slot[: target.nbytes].view(target.dtype)
             source[...] = target
-        mpi_op = getattr(self._mpi, op)
-        transfer = self.start(self.comm.Iallreduce, source, target, mpi_op)
+        else:
+            source = send[part]
+        transfer = self.start(
+            self.comm.Iallreduce, source, target, getattr(self._mpi, op)
+        )
+        yield
+        self.finish(transfer)
+        reduction.conclude(part)
 
-        def end() -> Transfer:
-            self.finish(transfer)
-            return transfer
+    def _exchange(
+        self, reduction: BufferReduction, part: slice, slot: HostArray
+    ) -> Iterator[None]:
+        """Make the steps of a piece: get this rank's part; add, gather; what follows.
 
-        return end
-
-    def _begin_exchange(
-        self, source: Buffer | None, target: Buffer, slot: HostArray, op: MPIOp
-    ) -> Callable[[], Transfer]:
-        """Start to get this rank's part from all; `end` adds, and starts to gather."""
-        source = target if source is None else source
+        The parts of a rank come from all of them, and its sums go to all.
+        """
+        send, receive, op, _ = reduction
+        target = receive[part]
+        source = target if send is None else send[part]
         starts = [target.size * rank // self.size for rank in range(self.size + 1)]
         counts = [b - a for a, b in itertools.pairwise(starts)]
         own, places = counts[self.rank], (counts, starts[:-1])
-        rows = slot[: self.size * own].reshape(self.size, own)
+        rows = slot.view(target.dtype)[: self.size * own].reshape(self.size, own)
         same = ([own] * self.size, [own * rank for rank in range(self.size)])
-        send, receive = [source, places], [rows, same]
-        transfer = self.start(self.comm.Ialltoallv, send, receive)
-
-        def end() -> Transfer:
-            self.finish(transfer)
-            part = target[starts[self.rank] :][:own]
-            COMBINE[op](rows[0], rows[1], out=part)
-            for row in rows[2:]:
-                COMBINE[op](part, row, out=part)
-            receive = [target, places]
-            return self.start(self.comm.Iallgatherv, self._mpi.IN_PLACE, receive)
-
-        return end
+        transfer = self.start(self.comm.Ialltoallv, [source, places], [rows, same])
+        yield
+        self.finish(transfer)
+        mine = target[starts[self.rank] :][:own]
+        COMBINE[op](rows[0], rows[1], out=mine)
+        for row in rows[2:]:
+            COMBINE[op](mine, row, out=mine)
+        transfer = self.start(
+            self.comm.Iallgatherv, self._mpi.IN_PLACE, [target, places]
+        )
+        yield
+        self.finish(transfer)
+        reduction.conclude(part)
 
     def _pieces(self, buffer: Buffer, algorithm: Algorithm) -> list[slice]:
-        """Return equal pieces of a buffer, which begin at cache lines."""
+        """Return equal pieces of a buffer, of whole cache lines."""
         most = min(MOST_PIECE, self.most_bytes)
-        count = min(algorithm.in_flight, buffer.nbytes // algorithm.piece_bytes)
-        count = max(1, count, -(-buffer.nbytes // most))
+        count = max(
+            1, buffer.nbytes // algorithm.piece_bytes, -(-buffer.nbytes // most)
+        )
         step = round_up(-(-buffer.size // count), LINE)
         return [slice(i, i + step) for i in range(0, buffer.size, step)]
 
     def _slots(
-        self, like: Buffer, pieces: list[slice], *, needed: bool
+        self, pieces: Sequence[tuple[BufferReduction, slice, bool]]
     ) -> list[HostArray]:
-        """Return scratch memory for each piece in flight, of the dtype of ``like``."""
-        if not needed:
-            return [like[:0]] * self.algorithm.in_flight
+        """Return scratch memory for each piece in flight.
+
+        It holds a copy of a piece, or this rank's part of it from all ranks; one part
+        may have an element more than others.
+        """
+        most = 0
+        for (send, receive, *_), part, exchanges in pieces:
+            if exchanges or send is None:
+                nbytes = (part.stop - part.start + self.size) * receive.itemsize
+                most = max(most, round_up(nbytes, LINE))
         count = min(len(pieces), self.algorithm.in_flight)
-        # A piece, and for an exchange what the part of a rank has more than others.
-        size = pieces[0].stop - pieces[0].start + self.size
-        nbytes = count * size * like.itemsize
-        if self._scratch.nbytes < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        flat = self._scratch[:nbytes].view(like.dtype)
-        return [flat[k * size : (k + 1) * size] for k in range(count)]
+        if self._scratch.nbytes < count * most:
+            self._scratch = np.empty(count * most, np.uint8)
+        return [self._scratch[k * most :][:most] for k in range(count)]
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -38,7 +38,12 @@ from mpidist._mpi.any_communicator import (
     MESSAGE_BYTES,
     AnyCommunicator as AnyCommunicator,
 )
-from mpidist._mpi.buffers import Buffer, BufferCollectives, split
+from mpidist._mpi.buffers import (
+    Buffer,
+    BufferCollectives,
+    BufferReduction,
+    split,
+)
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
 from mpidist._mpi.requests import Begun, Request, StartHeader, Transfer, Waiter
@@ -261,10 +266,11 @@ class Communicator(AnyCommunicator):
 
     # --- reductions -----------------------------------------------------------
 
-    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
-        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
-        self.buffers.allreduce(send, receive, op)
-        self.traffic.count("Allreduce", receive.nbytes)
+    def allreduce(self, reductions: Sequence[BufferReduction]) -> None:
+        """Reduce buffers over all ranks, into buffers of all ranks."""
+        self.buffers.allreduce(reductions)
+        for reduction in reductions:
+            self.traffic.count("Allreduce", reduction.receive.nbytes)
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""

@@ -228,11 +228,17 @@ static int test_some(Between *self, int tests) {
   return !self->carrier.active || self->next >= self->awaited;
 }
 
+/* Linux lets a thread that yields wait for as long as others may run at a time, a millisecond or
+   more; one that sleeps it wakes in time. */
+static int most_yields(const Between *self, int most) {
+  return self->sleeper && self->sleeper == PyThread_get_thread_ident() ? 0 : most;
+}
+
 /* Return when they have; -1: an exception. */
 static int wait_for(Between *self, int awaited) {
   self->awaited = awaited;
-  int there = test_some(self, self->first_tests);
-  for (int i = 0; !there && (i < YIELDS || !self->wait); i++) {
+  int there = test_some(self, self->first_tests), yields = most_yields(self, YIELDS);
+  for (int i = 0; !there && (i < yields || !self->wait); i++) {
     Py_BEGIN_ALLOW_THREADS sched_yield();
     Py_END_ALLOW_THREADS;
     if (PyErr_CheckSignals()) return -1;
@@ -473,7 +479,8 @@ static PyObject *Between_complete(Between *self, PyObject *pending) {
   void *request = address ? PyLong_AsVoidPtr(address) : NULL;
   Py_XDECREF(address);
   if (!request) return NULL;
-  for (int i = 0; i < YIELDS / 8; i++) { /* Python looks at its clock in between */
+  int yields = most_yields(self, YIELDS / 8); /* Python looks at its clock in between */
+  for (int i = 0;; i++) {
     for (int k = 0; k < TESTS_BETWEEN; k++) {
       int done = 0, code = self->mpi_test(request, &done, self->status);
       if (code) {
@@ -482,11 +489,11 @@ static PyObject *Between_complete(Between *self, PyObject *pending) {
       }
       if (done) Py_RETURN_TRUE;
     }
+    if (i >= yields) Py_RETURN_FALSE;
     Py_BEGIN_ALLOW_THREADS sched_yield();
     Py_END_ALLOW_THREADS;
     if (PyErr_CheckSignals()) return NULL;
   }
-  Py_RETURN_FALSE;
 }
 
 static PyObject *Between_missing(Between *self, PyObject *ignored) {
@@ -613,6 +620,9 @@ static PyMemberDef Between_members[] = {
     {"merges", T_INT, offsetof(Between, merges), READONLY, "Whether MPI merges the headers."},
     {"who", T_INT, offsetof(Between, who), READONLY,
      "-1: that a rank has left is known by its notice."},
+    {"sleeper", T_ULONG, offsetof(Between, sleeper), 0,
+     "The identifier of the thread that leaves its core while it waits, which others need; 0: "
+     "none."},
     {"wait", T_OBJECT, offsetof(Between, wait), 0,
      "Called with this object if a header takes long; returns when `Test` has said yes."},
     {NULL}};

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
 from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
 from mpidist._mpi.any_communicator import AnyCommunicator
-from mpidist._mpi.buffers import Buffer
+from mpidist._mpi.buffers import Buffer, BufferReduction
 from mpidist._mpi.requests import Begun, Request, StartHeader
 from mpidist._mpi.traffic import Traffic
 from mpidist.testing._world import Channel, Combine, Part, Pending, Round
@@ -153,15 +153,18 @@ class ThreadCommunicator(AnyCommunicator):
 
     # --- reductions -------------------------------------------------------------
 
-    def allreduce(self, send: Buffer | None, receive: Buffer, op: MPIOp) -> None:
-        """Reduce ``send`` (None: ``receive``) of all ranks into ``receive``."""
-        self.traffic.count("Allreduce", receive.nbytes)
-        send = receive if send is None else send
-        # A number may have one dimension on some ranks and none on others.
-        combine = functools.partial(_reduce, op)
-        kind = f"an all-reduce ({op} of {send.size} {send.dtype})"
-        result = self.call(kind, _copy(send).reshape(-1), combine)
-        backend.fill(receive, result.reshape(receive.shape))
+    def allreduce(self, reductions: Sequence[BufferReduction]) -> None:
+        """Reduce buffers over all ranks, into buffers of all ranks."""
+        for reduction in reductions:
+            send, receive, op, _ = reduction
+            self.traffic.count("Allreduce", receive.nbytes)
+            mine = _copy(receive if send is None else send)
+            # A number may have one dimension on some ranks and none on others.
+            combine = functools.partial(_reduce, op)
+            kind = f"an all-reduce ({op} of {mine.size} {mine.dtype})"
+            result = self.call(kind, mine.reshape(-1), combine)
+            backend.fill(receive, result.reshape(receive.shape))
+            reduction.conclude()
 
     def reduce(self, buffer: Buffer, op: MPIOp, root: int) -> None:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""

@@ -1,10 +1,11 @@
 """Which leaves are fused."""
 
 import numpy as np
+import pytest
 from random_examples import given, st
 
 import mpidist
-from mpidist._collectives import dtype_table
+from mpidist._collectives import bucket_route, dtype_table
 from mpidist._collectives.bucket_route import plan_buckets
 from mpidist._collectives.plan import Leaf
 
@@ -21,6 +22,12 @@ from mpidist._collectives.plan import Leaf
     st.integers(0, 600),
 )
 def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket_route, "_LEAST_UNPACKED", 200)
+        check_buckets(rows, limit)
+
+
+def check_buckets(rows, limit):
     leaves = [
         Leaf(
             (n,),
@@ -41,6 +48,9 @@ def test_every_leaf_is_in_one_place_of_one_bucket(rows, limit):
             assert not taken[offset : offset + leaf.size].any()
             taken[offset : offset + leaf.size] = True
         assert taken.all()
+        for leaf in (leaves[i] for i in bucket.leaves[1:]):
+            is_plain = leaf.reduction.encoding == "none"
+            assert leaf.size * wire.itemsize < 200 or not is_plain
         assert len(bucket.leaves) == 1 or bucket.size * wire.itemsize <= max(
             limit, wire.itemsize
         )

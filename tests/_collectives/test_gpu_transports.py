@@ -33,6 +33,7 @@ from mpidist._collectives import (
 )
 from mpidist._collectives.staged import StagedTransport
 from mpidist._collectives.transport_choice import Finding, decide
+from mpidist._mpi.buffers import BufferReduction
 from mpidist._strategy.strategy import group_of
 
 mpi = pytest.mark.mpi
@@ -162,10 +163,10 @@ def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
     x = on_gpu(cupy, counting(rank, 1000))
     y = cupy.empty(1000, np.float32)
     posing.launch(lambda: y.memory.fill(-1))
-    direct.allreduce(x, y, "MAX")
+    direct.allreduce([BufferReduction(x, y, "MAX")])
     pairs = [(y.memory, highest)]
     for call in (
-        lambda x: direct.allreduce(None, x, "MAX"),
+        lambda x: direct.allreduce([BufferReduction(None, x, "MAX")]),
         lambda x: direct.broadcast(x, size - 1),
         lambda x: direct.reduce(x, "MAX", 0),
     ):
@@ -334,7 +335,7 @@ def test_nccl_is_queued_on_the_current_stream(own_gpus, new_strategy, rank, size
         with stream:
             x = on_gpu(own_gpus, counting(rank, 100))
             before = posing.ndarray.synchronized
-            transport.allreduce(None, x, "MAX")
+            transport.allreduce([BufferReduction(None, x, "MAX")])
             assert posing.ndarray.synchronized == before
             pairs.append((Reader(x).get(), counting(size - 1, 100)))
     check(pairs)

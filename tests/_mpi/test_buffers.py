@@ -33,7 +33,7 @@ from mpidist._base import machine
 from mpidist._base.reduce_op import COMBINE
 from mpidist._mpi import between, communicator
 from mpidist._mpi.allreduce_algorithm import NEVER, Algorithm
-from mpidist._mpi.buffers import BufferCollectives
+from mpidist._mpi.buffers import BufferCollectives, BufferReduction
 from mpidist._strategy.strategy import group_of
 
 mpi = pytest.mark.mpi
@@ -114,9 +114,9 @@ def test_reductions(buffers, op):
         want = combined(parts, op)
         out = np.empty(count, dtype)
         mine = parts[rank].copy()
-        buffers.allreduce(mine, out, op)
+        buffers.allreduce([BufferReduction(mine, out, op)])
         np.testing.assert_array_equal(mine, parts[rank])
-        buffers.allreduce(None, mine, op)
+        buffers.allreduce([BufferReduction(None, mine, op)])
         np.testing.assert_array_equal(out, mine)
         if np.dtype(dtype).kind in "iu":  # sums of floats are in MPI's order
             np.testing.assert_array_equal(out, want)
@@ -129,6 +129,31 @@ def test_reductions(buffers, op):
                 want = parts[rank]
             np.testing.assert_allclose(mine, want, rtol=1e-4, atol=1e-3)
             want = combined(parts, op)
+
+
+@core_by_mpi
+def test_reductions_of_several_buffers_at_once(buffers):
+    rank, size = buffers.rank, buffers.size
+    wanted, reductions, concluded = [], [], []
+    rows = itertools.product(COUNTS, ["float32", "int32", "float64"], ["SUM", "MAX"])
+    for number, (count, dtype, op) in enumerate(rows):
+        parts = parts_of(size, count, dtype)
+        out = parts[rank].copy()
+        send = None if number % 3 else parts[rank]
+        concluded.append([])
+        wanted.append(combined(parts, op))
+
+        def conclude(part, kept=concluded[-1], out=out):
+            kept.append((part, out[part].copy()))
+
+        reductions.append(BufferReduction(send, out, op, conclude))
+    buffers.allreduce(reductions)
+    for want, (_, out, *_), parts in zip(wanted, reductions, concluded, strict=True):
+        np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-3)
+        # Each part once, in order, when it had its result.
+        assert [part.start for part, _ in parts[1:]] == [p.stop for p, _ in parts[:-1]]
+        assert (parts[0][0].start, parts[-1][0].stop >= out.size) == (0, True)
+        np.testing.assert_array_equal(np.concatenate([x for _, x in parts]), out)
 
 
 class Raises(Polls):
@@ -156,7 +181,7 @@ def test_a_wait_that_raises_leaks_the_memory_of_all_transfers(comm, algorithm):
         send, out = np.ones(2000), np.empty(2000)
         kept = [weakref.ref(send), weakref.ref(out)]
         with pytest.raises(InjectedError):
-            buffers.allreduce(send, out, "SUM")
+            buffers.allreduce([BufferReduction(send, out, "SUM")])
         del send, out, buffers
         comm.Barrier()  # what is left completes
         assert all(reference() is not None for reference in kept)

@@ -310,6 +310,10 @@ def test_a_request_of_python_is_waited_for_a_while() -> None:
     start(0, request)
     assert one.complete(request) is False
     assert 10 < world.tests < 1000
+    before = world.tests
+    one.sleeper = threading.get_ident()  # which leaves its core to others
+    assert one.complete(request) is False
+    assert 0 < world.tests - before < 10
     start(1, _WORD())
     assert one.complete(request) is True
     world.code = 13
@@ -458,6 +462,24 @@ def test_what_is_complete_is_freed() -> None:
     assert between.meet(*header(1)) == core.OK
     del between
     assert (sys.getrefcount(world.sent[0]), sys.getrefcount(world.owner)) == before
+
+
+def count_tests(sleeper: int) -> int:
+    world = World(2)
+    rank = world.ranks[0]
+
+    def wait(_: object) -> None:
+        raise Interrupted
+
+    rank.wait, rank.sleeper = wait, sleeper
+    with pytest.raises(Interrupted):
+        rank.meet(*header(1))
+    return world.tests
+
+
+def test_a_thread_that_leaves_its_core_waits_in_python_at_once() -> None:
+    assert count_tests(threading.get_ident() + 1) > 500
+    assert 0 < count_tests(threading.get_ident()) < 10
 
 
 def test_a_wait_that_does_not_wait() -> None:
