@@ -47,15 +47,15 @@ class DistributedOptimizer(_AnyOptimizer):
             times the rows. Horovod's `step` comes once after k passes: 1 here.
         max_norm: if given, the reduced gradients are scaled so that their global norm
             is at most this, by `torch.nn.utils.clip_grad_norm_`.
-        overlap: whether gradients are reduced during the backward pass, as soon as 4 MB
-            of them are ready; `step` waits for them. None: if the ranks are on several
-            nodes, since the network's time is what it hides. In the first step, and for
-            gradients on GPUs, they are reduced in `step`. Gradients that the program
-            changes after the backward pass, but not through ``p.grad.data``, whose
-            changes torch does not count, are reduced once more. If the ranks on which a
-            parameter has a gradient change from step to step, no other collective call
-            may come between ``backward()`` and `step`, and not another optimizer's
-            step either: write False then.
+        overlap: whether gradients are reduced during the backward pass, as soon as an
+            eighth of them, but 1 to 4 MB, is ready; `step` waits for them. None: if the
+            ranks are on several nodes, since the network's time is what it hides. In
+            the first step, and for gradients on GPUs, they are reduced in `step`.
+            Gradients that the program changes after the backward pass, but not through
+            ``p.grad.data``, whose changes torch does not count, are reduced once more.
+            If the ranks on which a parameter has a gradient change from step to step,
+            no other collective call may come between ``backward()`` and `step`, and not
+            another optimizer's step either: write False then.
         named_parameters: ``module.named_parameters()``: for names in messages.
         strategy: the ranks; default: the strategy in whose scope it is made, and
             outside of every scope the current one at each step.

@@ -42,6 +42,10 @@ from mpidist.torch._tensors import (
 )
 
 BUCKET_BYTES: Final = 4 * 2**20
+# Of fewer gradients buckets are smaller, so that the first is reduced while the
+# backward pass computes the others: DistributedDataParallel's first has this size, too.
+_LEAST_BUCKET_BYTES: Final = 2**20
+_BUCKETS: Final = 8
 # How often a tensor was written to, counted by torch; documented, if not by its name.
 _version_of: Final = operator.attrgetter("_version")
 
@@ -96,11 +100,13 @@ class _Plan:
         named, order, last = self.named, self.order, self.last
         self.failures = self.group.guard.reports.failures
         members: list[list[int]] = [[]]
+        share = sum(p.nbytes for _, p in named) // _BUCKETS
+        enough = min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, share))
         nbytes = 0
         for i in order:
             if i in last:
                 continue
-            if nbytes >= BUCKET_BYTES:
+            if nbytes >= enough:
                 members.append([])
                 nbytes = 0
             members[-1].append(i)

@@ -106,6 +106,25 @@ def test_all_but_the_last_bucket_are_begun_by_the_backward_pass(trains_alike, op
 
 
 @pytest.mark.usefixtures("several")
+@pytest.mark.parametrize(
+    ("width", "count"), [(8, 1), (512, 4)], ids=["small", "of 1 MiB"]
+)
+def test_how_many_buckets(strategy, torch, width, count):
+    import mpidist.torch
+
+    layers = [torch.nn.Linear(width, width) for _ in range(4)]
+    module = torch.nn.Sequential(*layers)
+    optimizer = mpidist.torch.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1), strategy=strategy, overlap=True
+    )
+    mpidist.torch.broadcast_parameters(module, strategy=strategy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+    assert len(optimizer._overlap._plan.buckets) == count
+
+
 def test_accumulation(trains_alike):
     two = trains_alike(backward_passes_per_step=3, steps=9)
     # Begun by the last of three passes, from the second step on.
