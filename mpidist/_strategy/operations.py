@@ -53,7 +53,8 @@ def _call_for_each_replica(
     registry = group.registry
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = call_of(f"the end of run({name})")
-    if group.guard.sections and context.runs_elsewhere(group):
+    several = group.num_replicas > 1 and group.guard.sections
+    if several and context.runs_elsewhere(group):
         where = " is in a replica function"
         raise group.guard.two_threads(where, call_of(f"run({name})"))
 

@@ -1,6 +1,7 @@
 """Calls that are begun now and end later: all_reduce_async and all_gather_async."""
 
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -149,7 +150,7 @@ def test_in_a_context_that_was_entered(strategy, size):
 
 def test_outside_of_a_replica_context(strategy):
     ctx = mpidist.ReplicaContext(strategy, None)
-    with pytest.raises(RuntimeError, match=r"write `|Need to be inside"):
+    with pytest.raises(RuntimeError, match=r"strategy\.run|Need to be inside"):
         ctx.all_reduce_async("SUM", 1.0)
     with strategy.scope(), pytest.raises(RuntimeError, match=r"strategy\.gather"):
         ctx.all_gather_async(np.ones(1), 0)
@@ -167,6 +168,28 @@ def test_the_default_strategy():
     with pytest.raises(ValueError, match="LAST"):
         ctx.all_reduce_async("LAST", 1.0).result()
     assert ctx.all_reduce("SUM", 2.0) == 2.0
+
+
+@pytest.mark.replicas(1)
+@pytest.mark.filterwarnings("ignore:.*outside of every scope")
+def test_threads_share_a_strategy_of_one_replica():
+    strategy = mpidist.get_strategy()
+    guard, results = group_of(strategy).guard, []
+
+    def work():
+        x = mpidist.get_replica_context().all_reduce("SUM", np.ones(3))
+        results.append(x.sum() + strategy.run(lambda: 1.0))
+
+    def in_another_thread():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    with guard.payload():  # while data move by Python
+        in_another_thread()
+    strategy.run(in_another_thread)
+    assert [float(strategy.experimental_local_results(x)[0]) for x in results] == [4, 4]
+    assert not guard.broken
 
 
 def test_what_was_passed_lives_until_the_call_has_ended(strategy):
