@@ -74,7 +74,6 @@ class HeaderGather(Plan):
         """Agree with the other ranks, and gather; see `Plan`."""
         guard, call, meet = self._guard, self.call, self._core.meet
         guard.settle()  # the communication thread may be in the core
-        guard.require_turn(call)
         lengths = tuple([x.shape[k] for x, k in zip(arrays, self._axes, strict=True)])
         sources = list(arrays)
         memory: Memory | None = None
