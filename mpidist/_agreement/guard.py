@@ -206,20 +206,19 @@ class Guard(CallState):
         Raises:
             RuntimeError: if another thread is in a call.
         """
-        if self.channel.busy or self.mover:
-            self.require_turn(call)
+        if self.channel.busy or (self.mover and self.mover != get_ident()):
+            self._refuse(call)
         self.previous_call, self.call = self.call, call
         self.timeout = self.timeout_seconds if timeout is None else timeout
         return int(self.timeout * 1000)
 
-    def require_turn(self, call: Call) -> None:
-        """Raise if another thread is in a call; the others learn of it.
+    def _refuse(self, call: Call) -> None:
+        """Raise, since another thread is in a call; the others learn of it.
 
-        Threads may share a strategy of one replica, which has no order of calls.
+        Threads may share a strategy of one replica, which has no order of calls. What
+        has left a call that was broken off may still hold the channel.
         """
-        if self.broken or self._comm.size == 1:
-            return  # what has left a call may still hold the channel
-        if self.channel.busy or self.mover not in (0, get_ident()):
+        if not self.broken and self._comm.size > 1:
             where = f", or what a signal has interrupted, is in {self.call.text}"
             raise self.two_threads(where, call)
 

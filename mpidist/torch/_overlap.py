@@ -85,6 +85,7 @@ class _Plan:
     Attributes:
         group: the ranks.
         named: the parameters.
+        number: of this plan: no other optimizer's has the same.
         order: their numbers, in the order in which rank 0 has them ready.
         counts: how often each is ready until a step.
         last: the numbers of those that are in the last bucket.
@@ -92,6 +93,7 @@ class _Plan:
 
     group: ReplicaGroup
     named: Named
+    number: int
     order: list[int]
     counts: list[int]
     last: set[int]
@@ -161,7 +163,6 @@ class Overlap:
         self._ready: dict[int, int] = {}  # since the last step: how often, in order
         self._found: dict[int, tuple[torch.Tensor | None, int, str]] = {}  # then
         self._hooks: dict[int, Any] = {}
-        self._number = 0  # of the plan: no other optimizer has the same
         self._redone = 0  # steps in which buckets were stale, one after the other
         self._holds = False
 
@@ -242,7 +243,7 @@ class Overlap:
         gradients = gradients_of(bucket.named)
         bucket.taken = [_with_version(x) for x in gradients]
         named, group, op = bucket.named, plan.group, self._op
-        call = f"{self._call} [optimizer #{self._number}], {bucket.text}"
+        call = f"{self._call} [optimizer #{plan.number}], {bucket.text}"
         bucket.handle = begin_async(
             group,
             call,
@@ -283,10 +284,10 @@ class Overlap:
         call = f"{self._call}, the order of the gradients"
         rows = group.collectives.broadcast(np.array([order, counts]), call=call)
         order, counts = rows.tolist()
-        self._number = group.guard.sequence
         if any(counts):
             last = {i for i, n in enumerate(counts) if not n}
-            self._plan = _Plan(group, named, order, counts, last)
+            number = group.guard.sequence
+            self._plan = _Plan(group, named, number, order, counts, last)
 
     def _finish(self, plan: _Plan, named: Named, divisor: int) -> None:
         """Begin the buckets that are left, and wait for all of them."""
@@ -323,9 +324,7 @@ class Overlap:
             self._forget()
         elif missing:
             late = {i for i, (name, _) in enumerate(plan.named) if name in missing}
-            self._plan = _Plan(
-                plan.group, plan.named, plan.order, plan.counts, plan.last | late
-            )
+            self._plan = dataclasses.replace(plan, last=plan.last | late)
 
     def _count_stale(self, plan: _Plan, stale: bool) -> None:
         self._redone = self._redone + 1 if stale else 0
