@@ -60,40 +60,6 @@ def dataset(epochs=1):
     return mpidist.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat(epochs)
 
 
-def test_orbit(strategy):
-    """Orbit: a controller, and a trainer whose metrics are reset at each loop."""
-
-    class Trainer:
-        def __init__(self):
-            with strategy.scope():
-                self.w = mpidist.Variable(np.zeros(3))
-                self.loss = mpidist.Variable(
-                    0.0,
-                    synchronization=mpidist.VariableSynchronization.ON_READ,
-                    aggregation=mpidist.VariableAggregation.SUM,
-                )
-            self.optimizer = mpidist.optimizers.SGD(0.1)
-            self.iterator = iter(strategy.experimental_distribute_dataset(dataset(4)))
-
-        def train_step(self, x, y):
-            losses = (x @ self.w - y) ** 2 / 2
-            self.loss.assign_add(float(mpidist.compute_average_loss(losses)))
-            rows = mpidist.get_replica_context().all_reduce(SUM, len(y))
-            g = gradient(self.w.numpy(), x, y, rows)
-            self.optimizer.apply_gradients([(g, self.w)])
-
-        def train(self, num_steps):
-            self.loss.assign(0.0)
-            for _ in range(num_steps):
-                strategy.run(self.train_step, args=next(self.iterator))
-            return {"loss": float(self.loss.numpy()) / num_steps}
-
-    trainer = Trainer()
-    logs = [trainer.train(3) for _ in range(4)]
-    assert logs[-1]["loss"] < logs[0]["loss"]
-    np.testing.assert_allclose(trainer.w.numpy(), trained_alone(4), rtol=1e-12)
-
-
 def test_sonnet_cross_replica_batch_norm(strategy, rank, size):
     """Sonnet: moments over all replicas; the moving mean is kept on each of them."""
     rows = np.split(X[: ROWS // size * size], size)[rank]

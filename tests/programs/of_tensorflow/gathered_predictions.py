@@ -5,7 +5,7 @@ import numpy as np
 
 strategy = tf.distribute.MirroredStrategy()
 data = np.arange(11, dtype=np.float32)
-ds = tf.data.Dataset.from_tensor_slices({"x": data, "id": np.arange(11)}).batch(
+ds = tf.data.Dataset.from_tensor_slices({"x": data, "id": tf.range(11)}).batch(
     4, drop_remainder=False
 )
 preds, ids = [], []
