@@ -27,7 +27,7 @@ def outcome(strategy, fn):
     error = None
     try:
         strategy.run(fn)
-    except Exception as raised:
+    except (Exception, KeyboardInterrupt) as raised:
         error = raised
     return error
 
@@ -102,51 +102,21 @@ def test_another_call(strategy, rank, last, one, other, says):
 
 @pytest.mark.parametrize("who", ["first", "last"])
 @pytest.mark.parametrize("more", [False, True])
-def test_one_all_reduce_fewer_or_more(strategy, rank, last, who, more):
+@pytest.mark.parametrize("verb", ["all_reduce", "merge_call"])
+def test_one_call_fewer_or_more(strategy, rank, last, who, more, verb):
     odd = 0 if who == "first" else last
+    call = {
+        "all_reduce": lambda: context().all_reduce("SUM", np.ones(2)),
+        "merge_call": lambda: context().merge_call(lambda strategy: None),
+    }[verb]
 
     def step():
-        context().all_reduce("SUM", 1.0)
+        call()
         if (rank == odd) == more:
-            context().all_reduce("SUM", np.ones(2))
+            call()
 
-    at = "all_reduce" if more else "the end"
-    expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: {at}", "(2,)")
-
-
-@pytest.mark.parametrize("who", ["first", "last"])
-@pytest.mark.parametrize("more", [False, True])
-def test_one_merge_call_fewer_or_more(strategy, rank, last, who, more):
-    odd = 0 if who == "first" else last
-
-    def step():
-        context().merge_call(lambda strategy: None)
-        if (rank == odd) == more:
-            context().merge_call(lambda strategy: None)
-
-    expect_mismatch(strategy, step, "the end of run(", "merge_call")
-
-
-class LocalError(Exception):
-    pass
-
-
-class UnprintableError(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-
-@pytest.mark.parametrize("error", [LocalError(lambda: None), UnprintableError()])
-def test_an_exception_that_can_not_be_pickled_or_printed(strategy, rank, last, error):
-    def step():
-        if rank == last:
-            raise error
-        context().all_reduce("SUM", 1.0)
-
-    found = outcome(strategy, step)
-    assert type(found) is (type(error) if rank == last else mpidist.ReplicaError)
-    assert rank == last or type(error).__name__ in str(found)
-    assert_usable(strategy)
+    at = verb if more else "the end"
+    expect_mismatch(strategy, step, "the end of run(", f"rank {odd}: {at}", verb)
 
 
 def test_ordered_dicts_in_another_order_are_the_same(strategy, rank, size):
@@ -212,6 +182,56 @@ def test_long_nests_are_shortened_around_the_difference(strategy, rank, last):
 
 
 # --- a replica that raises --------------------------------------------------------
+
+
+class LocalError(Exception):
+    pass
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class ExitsWhenPickledError(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+class ExitsWhenPrintedError(Exception):
+    """Leaves the program when it is printed, once."""
+
+    printed = False
+
+    def __str__(self):
+        if not self.printed:
+            self.printed = True
+            raise SystemExit(3)
+        return "printed"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LocalError(lambda: None),
+        UnprintableError,
+        ExitsWhenPickledError,
+        ExitsWhenPrintedError,
+    ],
+    ids=["local", "unprintable", "exits when pickled", "exits when printed"],
+)
+def test_an_exception_that_can_not_be_pickled_or_printed(strategy, rank, last, make):
+    error = make()
+
+    def step():
+        if rank == last:
+            raise error
+        context().all_reduce("SUM", 1.0)
+
+    found = outcome(strategy, step)
+    assert type(found) is (type(error) if rank == last else mpidist.ReplicaError)
+    assert rank == last or type(error).__name__ in str(found)
+    assert_usable(strategy)
 
 
 @pytest.mark.parametrize("who", ["first", "last"])
@@ -284,16 +304,24 @@ def test_a_replica_that_swallows_the_error_of_another(strategy, rank, last):
 # --- on the coordinator -----------------------------------------------------------
 
 
-def test_merge_fn_that_raises(strategy, rank):
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (LookupError("on the coordinator"), LookupError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (ExitsWhenPickledError(), mpidist.CollectiveError),
+    ],
+)
+def test_merge_fn_that_raises(strategy, rank, error, others):
     def merge_fn(strategy, x):
-        raise LookupError("on the coordinator")
+        raise error
 
-    error = outcome(strategy, lambda: context().merge_call(merge_fn, args=(1.0,)))
-    assert type(error) is LookupError
-    assert str(error) == "on the coordinator"
-    if rank:
-        assert "merge_fn raised this on rank 0" in error.__notes__[0]
-        text = "".join(traceback.format_exception(error))
+    found = outcome(strategy, lambda: context().merge_call(merge_fn, args=(1.0,)))
+    assert type(found) is (others if rank else type(error))
+    if rank and others is LookupError:
+        assert str(found) == "on the coordinator"
+        assert "merge_fn raised this on rank 0" in found.__notes__[0]
+        text = "".join(traceback.format_exception(found))
         assert "in merge_fn" in text  # rank 0's traceback, as the cause
     assert_usable(strategy)
 
@@ -366,13 +394,16 @@ def test_a_rank_that_sleeps(new_strategy, rank, size, caplog, monkeypatch):
 
 
 @pytest.mark.one_size
-def test_a_merge_fn_that_sleeps(new_strategy, rank):
+@pytest.mark.parametrize("then", ["reduces", "returns"])
+def test_a_merge_fn_that_sleeps(new_strategy, rank, then):
     strategy = new_strategy()
     set_deadline(strategy, 2.0)
 
     def merge_fn(strategy, x):
         everywhere(None)  # sleeps until the others have given up
-        return strategy.reduce("SUM", x, axis=None)
+        if then == "reduces":
+            return strategy.reduce("SUM", x, axis=None)
+        return "x" * 5000  # larger than one message
 
     def step():
         try:
@@ -541,27 +572,6 @@ def test_deadlines_that_differ_between_ranks(new_strategy, rank, last, what):
     assert time.monotonic() - start < 40  # not by the deadline of the strategy
     if what == "raises" and rank == last:
         assert isinstance(error.__cause__, KeyError)
-
-
-@pytest.mark.one_size
-def test_a_coordinator_that_returns_too_late(new_strategy, rank):
-    """What it sends is larger than one message; the others have given up."""
-    strategy = new_strategy()
-    set_deadline(strategy, 2.0)
-
-    def merge_fn(strategy):
-        everywhere(None)
-        return "x" * 5000
-
-    def step():
-        try:
-            context().merge_call(merge_fn)
-        finally:
-            if rank:
-                everywhere(None)
-
-    error = outcome(strategy, step)
-    assert isinstance(error, mpidist.CollectiveTimeoutError)
 
 
 def test_merge_fn_that_acts_as_a_replica(strategy, rank):
