@@ -211,10 +211,17 @@ def outcomes(call: Callable[[], Any]) -> list[Outcome]:
     return everywhere(Outcome(type(error).__name__, str(error), notes))
 
 
-def raises_everywhere(kind: type[BaseException], call: Callable[[], Any]) -> list[str]:
-    """Check that ``call`` raises this very kind on every rank; return the messages."""
+def raises_everywhere(
+    kind: type[BaseException], call: Callable[[], Any], *parts: str
+) -> list[str]:
+    """Check that ``call`` raises this very kind on every rank; return the messages.
+
+    Each of them has these parts.
+    """
     rows = outcomes(call)
     assert {row.name for row in rows} == {kind.__name__}, rows
+    for part in parts:
+        assert all(part in row.message for row in rows), (part, rows)
     return [row.message for row in rows]
 
 

@@ -81,6 +81,11 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
         """Return the value as an array, also if it is a number."""
         return backend.as_array(self.value(), type(self).__name__)[0]
 
+    def _attribute(self, name: str) -> Any:
+        """Return an attribute of the value; one of an array, also if it is a number."""
+        x = self.value()
+        return getattr(x if hasattr(x, name) else self._array_view(), name)
+
     @property
     def shape(self) -> Shape:
         """Shape of the array."""
@@ -228,7 +233,7 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getattr__(self, name: str) -> Any:
         if name in _DELEGATED:
-            return getattr(self.value(), name)
+            return self._attribute(name)
         if is_own_attribute(self, name):
             return object.__getattribute__(self, name)
         kind = type(self).__name__

@@ -242,7 +242,7 @@ class Mirrored(DistributedValues[Any], ArrayLike):
         # copy look them up before there is a component.
         if name.startswith("_"):
             raise AttributeError(f"'Mirrored' object has no attribute {name!r}")
-        return getattr(self.value(), name)
+        return self._attribute(name)
 
 
 class PerReplicaOfOne(ArrayLike, PerReplica[Any]):

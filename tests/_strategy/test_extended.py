@@ -261,13 +261,13 @@ def test_reduce_to_of_what_is_the_same(strategy, rank, size, in_cross_replica):
 
     assert own(strategy, in_cross_replica(fn, float(rank))) == (size - 1) / 2
     for bad in ("SUM", "PROD", SUM):
-        for message in raises_everywhere(
+        raises_everywhere(
             ValueError,
             lambda bad=bad: in_cross_replica(
                 lambda s, x: s.extended.reduce_to(bad, v, v), 1.0
             ),
-        ):
-            assert "cannot be reduced" in message
+            "cannot be reduced",
+        )
 
 
 @pytest.mark.parametrize(
@@ -308,10 +308,11 @@ def test_wrong_destinations(strategy, rank, in_cross_replica, destinations):
         lambda s, x: s.extended.batch_reduce_to("SUM", [(x, x), (x, destinations)]),
         lambda s, x: s.extended.broadcast_to(1.0, destinations),
     ):
-        for message in raises_everywhere(
-            ValueError, lambda call=call: in_cross_replica(call, 1.0)
-        ):
-            assert "destinations must be" in message
+        raises_everywhere(
+            ValueError,
+            lambda call=call: in_cross_replica(call, 1.0),
+            "destinations must be",
+        )
 
 
 @pytest.mark.one_size
@@ -406,11 +407,12 @@ def test_in_a_replica_context_they_are_refused(strategy, rank):
         lambda: extended.read_var(v),
         lambda: extended.experimental_run_steps_on_iterator(abs, iter([1])),
     ):
-        for message in raises_everywhere(
-            RuntimeError, lambda call=call: strategy.run(call)
-        ):
-            assert "cross-replica context" in message
-            assert "mpidist.get_replica_context()" in message
+        raises_everywhere(
+            RuntimeError,
+            lambda call=call: strategy.run(call),
+            "cross-replica context",
+            "mpidist.get_replica_context()",
+        )
 
 
 # --- variables and their containers ---------------------------------------------------

@@ -87,11 +87,12 @@ def test_each_operation_in_each_context(strategy, rank, size, how, aggregation):
     if how in ("min", "max", "update") and aggregation in (SUM, MEAN):
         for write in (in_a_replica, at_program_level, in_merge_fn):
             v = fresh()
-            for message in raises_everywhere(
-                NotImplementedError, lambda write=write, v=v: write(v)
-            ):
-                assert "'rows'" in message
-                assert "ONLY_FIRST_REPLICA" in message
+            raises_everywhere(
+                NotImplementedError,
+                lambda write=write, v=v: write(v),
+                "'rows'",
+                "ONLY_FIRST_REPLICA",
+            )
             assert_mirrored(strategy, v, INITIAL)
         return
     for write in (at_program_level, in_merge_fn, in_update):
@@ -100,8 +101,11 @@ def test_each_operation_in_each_context(strategy, rank, size, how, aggregation):
         assert_mirrored(strategy, v, first)
     v = fresh()
     if aggregation is NONE and size > 1:
-        for message in raises_everywhere(ValueError, lambda: in_a_replica(v)):
-            assert "You must specify an aggregation method" in message
+        raises_everywhere(
+            ValueError,
+            lambda: in_a_replica(v),
+            "You must specify an aggregation method",
+        )
         assert_mirrored(strategy, v, INITIAL)
         return
     in_a_replica(v)
@@ -146,10 +150,11 @@ def test_quotients_of_integers_are_rounded_towards_0(strategy, size):
     assert_mirrored(strategy, v, [3, -3, -3, 3, 2])
     strategy.run(lambda: v.scatter_div(mpidist.IndexedSlices([-2], [0])))
     assert v[0] == {1: -1, 2: 0}.get(size, 0)
-    for message in raises_everywhere(
-        ValueError, lambda: v.scatter_div(mpidist.IndexedSlices([0], [0]))
-    ):
-        assert "cannot be divided by 0" in message
+    raises_everywhere(
+        ValueError,
+        lambda: v.scatter_div(mpidist.IndexedSlices([0], [0])),
+        "cannot be divided by 0",
+    )
     mpidist.check_in_sync(v)
 
 
@@ -214,9 +219,7 @@ def test_bad_rows(strategy, rank, size, kind):
         lambda: strategy.run(lambda: v.scatter_add(last)),
         lambda: v.scatter_add(last),
     ):
-        for message in raises_everywhere(error, attempt):
-            assert "Variable 'rows'.scatter_add" in message
-            assert part in message
+        raises_everywhere(error, attempt, "Variable 'rows'.scatter_add", part)
         assert_mirrored(strategy, v, INITIAL)
 
 
@@ -264,8 +267,7 @@ def test_what_is_no_rows(strategy, rank):
         ),
     ]
     for kind, part, attempt in attempts:
-        for message in raises_everywhere(kind, attempt):
-            assert part in message
+        raises_everywhere(kind, attempt, part)
     assert_mirrored(strategy, v, INITIAL)
 
 
@@ -277,10 +279,11 @@ def test_rows_that_differ_in_cross_replica_context(strategy, rank):
         ([[1.0, 1.0]], [rank]),
         (np.ones((rank + 1, 2)), [0] * (rank + 1)),
     ):
-        for message in raises_everywhere(
-            mpidist.CollectiveMismatchError, lambda p=pair: v.scatter_add(slices(p))
-        ):
-            assert "Variable 'rows'.scatter_add" in message
+        raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda p=pair: v.scatter_add(slices(p)),
+            "Variable 'rows'.scatter_add",
+        )
     assert_mirrored(strategy, v, INITIAL)
 
 
@@ -335,10 +338,7 @@ def test_in_all_reduce_and_reduce(strategy, rank, size):
     mean = strategy.extended.reduce_to("MEAN", mine, mine)
     (mean,) = strategy.experimental_local_results(mean)
     np.testing.assert_allclose(mean.values, total.values / size)
-    for message in raises_everywhere(
-        TypeError, lambda: strategy.reduce("MAX", mine, axis=None)
-    ):
-        assert "MAX" in message
+    raises_everywhere(TypeError, lambda: strategy.reduce("MAX", mine, axis=None), "MAX")
 
 
 @pytest.mark.processes  # CuPy's stand-in is one for the process
@@ -362,8 +362,8 @@ def test_on_a_device(monkeypatch, new_strategy, implementation):
         getattr(v, f"scatter_{how}")(slices(rows_of(0)))  # from the host
         getattr(v, f"scatter_{how}")(slices([module.asarray(x) for x in rows_of(0)]))
         mpidist.check_in_sync(v)
-    for message in raises_everywhere(
+    raises_everywhere(
         ValueError,
         lambda: v.scatter_add(slices([module.ones((1, 2)), module.asarray([9])])),
-    ):
-        assert "got [9]" in message
+        "got [9]",
+    )

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import operator
 
 import ml_dtypes
 import numpy as np
@@ -71,98 +70,16 @@ def test_a_per_replica_is_not_assigned(strategy, size, synchronization):
             lambda assign=assign: assign(value),
             lambda assign=assign: merge(strategy, lambda s, x: assign(x), 3.0),
         ):
-            for message in raises_everywhere(TypeError, write):
-                assert f"variable.{how}(strategy.reduce(" in message
-                assert "strategy.extended.reduce_to(" in message
+            raises_everywhere(
+                TypeError,
+                write,
+                f"variable.{how}(strategy.reduce(",
+                "strategy.extended.reduce_to(",
+            )
     assert [float(c) for c in copies_of(strategy, v)] == [1.0] * size
 
 
 # --- reading --------------------------------------------------------------------------
-
-READERS = [
-    lambda v: np.asarray(v),
-    lambda v: np.array(v, dtype=np.float32),
-    lambda v: v + 1.0,
-    lambda v: 1.0 - v,
-    lambda v: v * v,
-    lambda v: np.ones(3) / v,
-    lambda v: v @ np.ones(3),
-    lambda v: v**2,
-    lambda v: -v,
-    lambda v: v > 3.0,
-    lambda v: v == 3.0,
-    lambda v: divmod(v, 2)[1],
-    lambda v: np.sqrt(v),
-    lambda v: np.sum(v),
-    lambda v: np.concatenate([v, v]),
-    lambda v: np.where(v > 2, v, 0.0),
-    lambda v: v.sum(),
-    lambda v: v.tolist(),
-    lambda v: v.T,
-    lambda v: v[1],
-    lambda v: v[::-1],
-    lambda v: list(v),
-    lambda v: float(v[0]),
-    lambda v: 3.0 in v,
-    lambda v: f"{v[1]:.2f}",
-]
-SCALAR_READERS = [
-    lambda v: float(v),
-    lambda v: int(v),
-    lambda v: complex(v),
-    lambda v: bool(v),
-    lambda v: bool(v - v),
-    lambda v: f"{v:.3f}",
-    lambda v: round(float(v), 1),
-    lambda v: v.item(),
-    lambda v: "x" * int(v),
-    lambda v: operator.lt(v, 2),
-]
-
-
-def read_in_all_ways(v, seen):
-    """Check every way to read against an array of the value that is to be seen."""
-    for read in (v.value, v.numpy, v.read_value):
-        assert type(read()) is np.ndarray
-        np.testing.assert_array_equal(read(), seen)
-    for reader in READERS if v.ndim else SCALAR_READERS:
-        np.testing.assert_array_equal(reader(v), reader(seen))
-    with pytest.raises(TypeError, match="write `variable"):
-        v += 1
-    for changed in (v.numpy(), v.read_value()):
-        changed[...] = 77.0  # a copy
-    assert not v.value().flags.writeable
-    np.testing.assert_array_equal(v.numpy(), seen)
-
-
-@pytest.mark.parametrize("initial", [0.0, np.array([0.0, 1.0, 2.0])], ids=["0d", "1d"])
-@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST], ids=lambda a: a.name)
-def test_reading_in_each_context(strategy, rank, size, metric, aggregation, initial):
-    v = metric(aggregation, initial)
-    copies = [np.asarray(initial + i + 1) for i in range(size)]
-    total = {SUM: sum(copies), MEAN: sum(copies) / size, FIRST: copies[0]}[aggregation]
-    total = np.asarray(total)
-    read_in_all_ways(v, total)
-    with strategy.scope():
-        read_in_all_ways(v, total)
-        with mpidist.variable_sync_on_read_context():
-            read_in_all_ways(v, total)
-        strategy.extended.update(v, lambda v: read_in_all_ways(v, copies[rank]))
-        strategy.extended.update_non_slot(
-            strategy.extended.non_slot_devices([v]),
-            lambda: read_in_all_ways(v, copies[rank]),
-        )
-    merge(strategy, lambda s: read_in_all_ways(v, total))
-    merge(strategy, lambda s, w: read_in_all_ways(w, total), v)
-
-    def replica_fn():
-        read_in_all_ways(v, copies[rank])
-        with mpidist.variable_sync_on_read_context():
-            read_in_all_ways(v, total)
-        read_in_all_ways(v, copies[rank])
-
-    strategy.run(replica_fn)
-    assert_copies(strategy, v, copies)
 
 
 def test_aggregation_none_has_no_one_value(strategy, rank, size, metric):
@@ -178,9 +95,12 @@ def test_aggregation_none_has_no_one_value(strategy, rank, size, metric):
         lambda: strategy.run(lambda: read_synchronised(v)),
     ]
     for attempt in attempts:
-        for message in raises_everywhere(ValueError, attempt):
-            assert "aggregation=NONE has no one value" in message
-            assert "`strategy.experimental_local_results(variable)`" in message
+        raises_everywhere(
+            ValueError,
+            attempt,
+            "aggregation=NONE has no one value",
+            "`strategy.experimental_local_results(variable)`",
+        )
     assert local(strategy, lambda: float(v)) == rank + 1
     v.assign(6.0)  # TensorFlow writes, and then raises since it reads the result
     assert_copies(strategy, v, [6.0] * size)
@@ -193,21 +113,14 @@ def read_synchronised(v):
         return v.numpy()
 
 
-def test_printing_does_not_communicate(strategy, rank, size, metric):
+def test_printing_and_properties_do_not_communicate(strategy, rank, metric):
     """One rank may print, in a debugger too."""
     v = metric(MEAN)
     before = strategy.communication_statistics().calls
-    text = repr(v) + str(v) + f"{v}" if rank == 0 else ""
-    assert strategy.communication_statistics().calls == before
     if rank == 0:
+        text = repr(v) + str(v) + f"{v}"
         assert "ON_READ MEAN" in text
         assert "value on replica 0=1." in text
-
-
-def test_properties_do_not_communicate(strategy, rank, metric):
-    v = metric(MEAN)
-    before = strategy.communication_statistics().calls
-    if rank == 0:
         kinds = inspect.getmembers(mpidist.Variable, lambda x: isinstance(x, property))
         for name, _ in kinds:
             getattr(v, name)
@@ -340,30 +253,6 @@ def test_other_dtypes(strategy, rank, size, metric, dtype, aggregation):
         assert_copies(strategy, v, [np.array([12.0, 0, -24.0], dtype) / size] * size)
 
 
-def test_bool_and_mean_of_integers(strategy, rank, size):
-    v = make(strategy, True, synchronization=ON_READ, aggregation=FIRST)
-    strategy.run(lambda: v.assign(rank == 0))
-    assert bool(v) is True
-    assert copies_of(strategy, v) == [i == 0 for i in range(size)]
-    for bad in (SUM, MEAN):
-        raises_everywhere(
-            ValueError,
-            lambda bad=bad: make(
-                strategy, True, synchronization=ON_READ, aggregation=bad
-            ),
-        )
-
-
-def test_trainable_and_names(strategy, metric):
-    v = metric()
-    assert v.trainable is False
-    assert make(strategy, 1.0, trainable=True, synchronization=ON_READ).trainable
-    assert v.synchronization is ON_READ
-    assert v.aggregation is SUM
-    assert v.is_initialized()
-    assert strategy.extended.variable_created_in_scope(v)
-
-
 def test_values_that_do_not_fit(strategy, rank, size, metric):
     v = metric(SUM, np.zeros(2))
     for bad in (np.ones(3), 1.0, np.ones(2) * 1j):
@@ -379,20 +268,9 @@ def test_values_that_do_not_fit(strategy, rank, size, metric):
             getattr(v, f"scatter_{call}")(rows)
 
         for attempt in (scatter, lambda s=scatter: strategy.run(s)):
-            for message in raises_everywhere(NotImplementedError, attempt):
-                assert "ON_READ" in message
-                assert "variable.assign(new)" in message
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_plain_value_that_differs_in_cross_replica_context(
-    strategy, rank, size, metric
-):
-    v = metric(MEAN)
-    raises_everywhere(
-        mpidist.CollectiveMismatchError, lambda: v.assign(np.nextafter(1.0, 1.0 + rank))
-    )
-    assert_copies(strategy, v, [i + 1.0 for i in range(size)])
+            raises_everywhere(
+                NotImplementedError, attempt, "ON_READ", "variable.assign(new)"
+            )
 
 
 # --- in all verbs ---------------------------------------------------------------------
@@ -551,6 +429,8 @@ def test_an_update_that_would_let_the_copies_diverge(strategy, rank, size, metri
     attempts = [
         lambda: extended.update(v, lambda v: v.assign(on_read)),
         lambda: extended.update(v, lambda v: v.assign_add(np.full(3, float(rank)))),
+        lambda: extended.update(v, lambda v, x: v.assign(x), (rank * np.ones(3),)),
+        lambda: extended.update(slot, lambda v, x: v.assign(x), (1.0 + rank,)),
         lambda: extended.update(
             v,
             lambda v, x: v.scatter_add(x),
@@ -564,15 +444,15 @@ def test_an_update_that_would_let_the_copies_diverge(strategy, rank, size, metri
         ),
     ]
     for attempt in attempts:
-        for message in raises_everywhere(mpidist.CollectiveMismatchError, attempt):
-            assert "update" in message
+        raises_everywhere(mpidist.CollectiveMismatchError, attempt, "update")
         mpidist.check_in_sync([v, slot, large])
         # As it was (rank 0 had not written it), or as rank 0 left it.
         assert_mirrored(strategy, slot, 0.0 if attempt is attempts[-1] else 1.0)
-    for message in raises_everywhere(
-        ValueError, lambda: extended.update(v, lambda v, x: v.assign(x), (on_read,))
-    ):
-        assert "read_var(variable)" in message
+    raises_everywhere(
+        ValueError,
+        lambda: extended.update(v, lambda v, x: v.assign(x), (on_read,)),
+        "read_var(variable)",
+    )
     results = extended.update(v, lambda v: float(rank), group=False)
     assert results == (float(rank),)  # not taken for the same
 
@@ -600,8 +480,9 @@ def test_a_mirrored_of_components_that_differ(strategy, size):
     def merge_fn(distribution):
         v.assign(mpidist.Mirrored([float(i) for i in range(size)]))
 
-    for message in raises_everywhere(ValueError, lambda: merge(strategy, merge_fn)):
-        assert "mpidist.PerReplica(...)" in message
+    raises_everywhere(
+        ValueError, lambda: merge(strategy, merge_fn), "mpidist.PerReplica(...)"
+    )
     assert_mirrored(strategy, v, 0.0)
     merge(strategy, lambda s: v.assign(mpidist.Mirrored([2.0] * size)))
     assert_mirrored(strategy, v, 2.0)
@@ -669,10 +550,9 @@ def test_deepcopy(strategy, rank, size, metric):
     made = merge(strategy, merge_fn)
     merge(strategy, lambda s: kept[0].assign_add([1.0, 1.0]))  # in a later merge_call
     assert_mirrored(strategy, made, [6.0, 7.0])
-    for message in raises_everywhere(
-        RuntimeError, lambda: strategy.run(lambda: copy.deepcopy(w))
-    ):
-        assert "copy.deepcopy" in message
+    raises_everywhere(
+        RuntimeError, lambda: strategy.run(lambda: copy.deepcopy(w)), "copy.deepcopy"
+    )
     plain = mpidist.Variable([1.0], synchronization=ON_READ)
     with strategy.scope():
         other = copy.deepcopy(plain)
@@ -735,14 +615,6 @@ def test_a_forgotten_scope_is_an_error(strategy, size):
     own_value = mpidist.Variable(1.0, synchronization=ON_READ)  # it is meant
     strategy.run(lambda: own_value.assign(2.0, read_value=False))
     assert float(own_value) == 2.0
-
-
-def test_enumerations_by_name(strategy, size):
-    v = make(strategy, 0.0, synchronization="on_read", aggregation="Sum")
-    assert (v.synchronization, v.aggregation) == (ON_READ, SUM)
-    for name in ("MEDIAN", "ONLY_FIRST", 3):
-        with pytest.raises(ValueError, match="NONE, SUM, MEAN or ONLY_FIRST_REPLICA"):
-            make(strategy, 0.0, aggregation=name)
 
 
 @pytest.mark.parametrize("initial", [0.0, [0.0, 0.0]])

@@ -1,15 +1,15 @@
 """Mirrored variables: who may write what, and that the copies never differ."""
 
-import contextlib
-import gc
-
 import numpy as np
 import pytest
 from replicas import (
     FIRST,
     MEAN,
     NONE,
+    ON_READ,
+    ON_WRITE,
     SUM,
+    assert_copies,
     assert_mirrored,
     context,
     everywhere,
@@ -74,50 +74,44 @@ def test_bfloat16(strategy, rank, size):
     assert "bfloat16" in repr(v)
 
 
-def test_the_users_initial_array_stays_the_users(strategy):
-    initial = np.ones(3)
+def test_initial_values_are_copied(strategy):
+    initial = np.array([1.0, 2.0])
     v = make(strategy, initial)
-    initial[...] = 7.0
-    assert_mirrored(strategy, v, np.ones(3))
-    v.assign(np.zeros(3))
-    np.testing.assert_array_equal(initial, [7.0] * 3)
-
-
-def test_initial_values_from_variables_and_mirrored(strategy):
-    v = make(strategy, [1.0, 2.0])
     w = make(strategy, v)
     x = make(strategy, mirrored_of(strategy, 3.0))
+    initial[...] = 7.0
+    assert_mirrored(strategy, v, [1.0, 2.0])
     v.assign([5.0, 6.0])
+    np.testing.assert_array_equal(initial, [7.0] * 2)
     assert_mirrored(strategy, w, [1.0, 2.0])
     assert_mirrored(strategy, x, 3.0)
 
 
 def test_attributes(strategy, rank):
-    v = make(
-        strategy,
-        [1.0],
-        trainable=False,
-        name="weights",
-        synchronization=mpidist.VariableSynchronization.ON_WRITE,
-        aggregation=SUM,
-        shape=(1,),
-    )
-    assert v.name == "weights"
-    assert v.trainable is False
-    assert v.aggregation is SUM
-    assert v.synchronization is mpidist.VariableSynchronization.ON_WRITE
-    assert v.distribute_strategy is strategy
-    assert v.device == strategy.extended.worker_devices[rank]
-    plain = make(strategy, 1.0)
-    assert plain.trainable is True
-    assert plain.aggregation is NONE
-    assert plain.synchronization is mpidist.VariableSynchronization.ON_WRITE
-    assert plain.name
+    def attributes(*args, **kwargs):
+        v = make(strategy, *args, **kwargs)
+        assert v.distribute_strategy is strategy
+        assert v.device == strategy.extended.worker_devices[rank]
+        assert v.is_initialized()
+        assert strategy.extended.variable_created_in_scope(v)
+        return v.name, v.trainable, v.synchronization, v.aggregation
+
+    assert attributes(1.0) == ("Variable", True, ON_WRITE, NONE)
+    given = {"synchronization": "on_read", "aggregation": "Sum", "shape": (1,)}
+    assert attributes([1.0], name="w", **given) == ("w", False, ON_READ, SUM)
+    assert attributes([1.0], True, "w", **given) == ("w", True, ON_READ, SUM)
+    given = {"synchronization": ON_WRITE, "aggregation": FIRST}
+    assert attributes(1.0, False, "w", **given) == ("w", False, ON_WRITE, FIRST)
+
+
+def fail():
+    raise ZeroDivisionError("on purpose")
 
 
 @pytest.mark.parametrize(
     ("arguments", "kind", "part"),
     [
+        ({"initial_value": fail}, ZeroDivisionError, "on purpose"),
         ({"initial_value": "text"}, TypeError, "'text'"),
         ({"initial_value": None}, TypeError, "None"),
         ({"initial_value": np.array([None])}, TypeError, "dtype object"),
@@ -129,8 +123,16 @@ def test_attributes(strategy, rank):
             ValueError,
             "not floating",
         ),
+        ({"initial_value": [True], "aggregation": SUM}, ValueError, "of bool"),
         ({"initial_value": [1.0], "shape": (2,)}, ValueError, "shape (2,)"),
-        ({"initial_value": 1.0, "aggregation": "MAX"}, ValueError, "aggregation"),
+        *(
+            (
+                {"initial_value": 1.0, "aggregation": name},
+                ValueError,
+                "NONE, SUM, MEAN or ONLY_FIRST_REPLICA",
+            )
+            for name in ("MAX", "ONLY_FIRST", 3)
+        ),
         ({"initial_value": 1.0, "name": 3}, TypeError, "`name`"),
         ({"initial_value": 1.0, "dtype": "no dtype"}, TypeError, "no dtype"),
         (
@@ -152,8 +154,7 @@ def test_bad_arguments(strategy, arguments, kind, part):
     def call():
         make(strategy, **arguments)
 
-    for message in raises_everywhere(kind, call):
-        assert part in message
+    raises_everywhere(kind, call, part)
     assert_mirrored(strategy, make(strategy, 1.0), 1.0)
 
 
@@ -163,25 +164,14 @@ def test_bad_arguments_on_one_rank(strategy, rank):
         aggregation = "MAX" if rank == 1 else SUM
         make(strategy, 1.0, aggregation=aggregation)
 
-    for message in raises_everywhere(ValueError, call):
-        assert "aggregation" in message
-    assert_mirrored(strategy, make(strategy, 1.0), 1.0)
-
-
-def test_an_initial_function_that_raises(strategy):
-    def initial():
-        raise ZeroDivisionError("on purpose")
-
-    messages = raises_everywhere(ZeroDivisionError, lambda: make(strategy, initial))
-    assert {*messages} == {"on purpose"}
+    raises_everywhere(ValueError, call, "aggregation")
     assert_mirrored(strategy, make(strategy, 1.0), 1.0)
 
 
 @pytest.mark.one_size
 def test_a_per_replica_initial_value(strategy):
     value = strategy.run(lambda: 1.0)
-    for message in raises_everywhere(TypeError, lambda: make(strategy, value)):
-        assert "strategy.reduce(" in message
+    raises_everywhere(TypeError, lambda: make(strategy, value), "strategy.reduce(")
 
 
 # --- assignment in a replica context --------------------------------------------------
@@ -194,31 +184,28 @@ def test_first_replica_with_a_mirrored_variable_as_value(strategy, rank):
     assert_mirrored(strategy, v, [7.0, 8.0])
 
 
-@pytest.mark.one_size
-def test_values_that_do_not_fit_in_a_replica_context(strategy):
-    v = make(strategy, [1.0, 2.0], aggregation=MEAN)
-    for bad, kind in (
-        (np.ones(3), ValueError),
-        (np.ones(2) * 1j, ValueError),
-        ("text", TypeError),
-        (None, TypeError),
-    ):
-        raises_everywhere(kind, lambda bad=bad: strategy.run(lambda: v.assign(bad)))
-        assert_mirrored(strategy, v, [1.0, 2.0])
+# --- assignment in cross-replica context ----------------------------------------------
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_value_that_does_not_fit_on_one_replica(strategy, rank, size):
-    v = make(strategy, [1.0, 2.0], aggregation=SUM)
-    bad = np.ones(3 if rank == size - 1 else 2)
-    for message in raises_everywhere(
-        ValueError, lambda: strategy.run(lambda: v.assign(bad))
-    ):
-        assert "shape (2,)" in message
-    assert_mirrored(strategy, v, [1.0, 2.0])
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ], ids=lambda s: s.name)
+def test_values_that_differ_in_few_bits_or_in_a_mirrored(
+    strategy, rank, size, synchronization
+):
+    """-0.0 equals 0.0, but the copies would have other bits; NaN equals itself here.
 
-
-# --- assignment in cross-replica context ----------------------------------------------
+    A Mirrored that was made by hand of values that differ is not taken on trust.
+    """
+    v = make(strategy, 1.0, synchronization=synchronization, aggregation=MEAN)
+    with strategy.scope():
+        mirrored = mpidist.Mirrored([float(rank)] * size)
+    for value in (-0.0 if rank else 0.0, np.nextafter(1.0, 1.0 + rank), mirrored):
+        raises_everywhere(
+            mpidist.CollectiveMismatchError, lambda value=value: v.assign(value)
+        )
+        assert_copies(strategy, v, [1.0] * size)
+    v.assign(np.nan)
+    assert_copies(strategy, v, [np.nan] * size)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -244,34 +231,11 @@ def test_a_plain_value_that_differs(strategy, rank, size, how, length):
     assert_mirrored(strategy, v, np.zeros(shape))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_zeros_of_another_sign_and_nan(strategy, rank):
-    """-0.0 equals 0.0, but the copies would have other bits; NaN equals itself here."""
-    v = make(strategy, 1.0)
-    raises_everywhere(
-        mpidist.CollectiveMismatchError,
-        lambda: v.assign(-0.0 if rank else 0.0),
-    )
-    assert_mirrored(strategy, v, 1.0)
-    v.assign(np.nan)
-    assert_mirrored(strategy, v, np.nan)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_another_value_on_each_rank_as_mirrored_is_a_contradiction(strategy, rank):
-    """A Mirrored that was made by hand of values that differ: not taken on trust."""
-    v = make(strategy, 1.0)
-    with strategy.scope():
-        m = mpidist.Mirrored([float(rank)] * strategy.num_replicas_in_sync)
-    raises_everywhere(mpidist.CollectiveMismatchError, lambda: v.assign(m))
-    assert_mirrored(strategy, v, 1.0)
-
-
 # --- in update and in merge_fn --------------------------------------------------------
 
 
-def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank):
-    """Of its own class on rank 0; and there is no other that shares its array."""
+def test_a_variable_made_in_merge_fn_is_one_object(strategy, rank):
+    """Of its own class on rank 0."""
 
     class Named(mpidist.Variable):
         def __init__(self, value):
@@ -281,28 +245,19 @@ def test_a_variable_made_in_merge_fn_is_one_object_with_one_array(strategy, rank
     made = []
 
     def merge_fn(distribution):
-        v = Named(np.arange(3.0))
-        v.assign_add(np.ones(3))
-        made.append(v)
+        made.append(Named(np.arange(3.0)))
+        made[0].assign_add(np.ones(3))
 
     strategy.run(lambda: context().merge_call(merge_fn, ()))
-    registry = group_of(strategy).registry
-    storages = []
-    for x in gc.get_objects():
-        if issubclass(type(x), mpidist.Variable):
-            # One whose constructor has raised has none, until it is collected.
-            with contextlib.suppress(AttributeError):
-                storages.append(storage_of(x))
-    # Other tests may have left variables on a stand-in of a device.
-    storages = [one for one in storages if type(one.array) is np.ndarray]
-    if rank == 0:
-        (v,) = made
-        assert (type(v), v.more) == (Named, "set after the constructor of Variable")
-        assert registry.get(storage_of(v).key) is v
-        mine = storage_of(v)
-        assert [x for x in storages if np.shares_memory(x.array, mine.array)] == [mine]
     key = everywhere(storage_of(made[0]).key if made else None)[0]
-    assert registry.get(key).numpy().tolist() == [1.0, 2.0, 3.0]
+    found = group_of(strategy).registry.get(key)
+    assert found.numpy().tolist() == [1.0, 2.0, 3.0]
+    if rank == 0:
+        assert found is made[0]
+        assert (type(found), found.more) == (
+            Named,
+            "set after the constructor of Variable",
+        )
 
 
 def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank):
@@ -314,8 +269,11 @@ def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank
     def step():
         context().merge_call(merge_fn, ())
 
-    for message in raises_everywhere(ValueError, lambda: strategy.run(step)):
-        assert "expected an initial value of shape (3,)" in message
+    raises_everywhere(
+        ValueError,
+        lambda: strategy.run(step),
+        "expected an initial value of shape (3,)",
+    )
     counts = everywhere(group_of(strategy).registry.count - before)
     assert counts == [counts[0]] * len(counts)
     assert_mirrored(strategy, make(strategy, 1.0), 1.0)
@@ -369,13 +327,18 @@ def test_values_that_fit(strategy, initial, value, expected):
     ],
     ids=repr,
 )
-def test_values_that_do_not_fit(strategy, initial, value, kind):
+def test_values_that_do_not_fit(strategy, rank, size, initial, value, kind):
     v = make(strategy, initial, name="target")
-    for message in raises_everywhere(kind, lambda: v.assign(value)):
-        assert "Variable 'target'.assign" in message
-        if "fits into" in message:
-            assert f"`numpy.asarray(value).astype('{initial.dtype}')`" in message
-    assert_mirrored(strategy, v, initial)
+    for attempt in (
+        lambda: v.assign(value),
+        lambda: strategy.run(lambda: v.assign(value)),
+        lambda: strategy.run(lambda: v.assign(value if rank == size - 1 else initial)),
+    ):
+        for message in raises_everywhere(kind, attempt):
+            assert "Variable 'target'.assign" in message
+            if "fits into" in message:
+                assert f"`numpy.asarray(value).astype('{initial.dtype}')`" in message
+        assert_mirrored(strategy, v, initial)
 
 
 # --- as an array ----------------------------------------------------------------------
@@ -389,135 +352,6 @@ def x():
 @pytest.fixture
 def v(strategy, x):
     return make(strategy, x, name="v", aggregation=SUM)
-
-
-def test_numpy_functions(v, x):
-    for got, expected in [
-        (np.sum(v), 11.0),
-        (np.mean(v, axis=0), x.mean(axis=0)),
-        (np.max(v), 5.0),
-        (np.concatenate([v, x, v]), np.concatenate([x, x, x])),
-        (np.vstack((v, v)), np.vstack((x, x))),
-        (np.where(v > 2, v, 0.0), np.where(x > 2, x, 0.0)),
-        (np.matmul(x, v), x @ x),
-        (np.matmul(v, x), x @ x),
-        (np.dot(v, v), x @ x),
-        (np.einsum("ij,ij->i", v, x), (x * x).sum(axis=1)),
-        (np.sqrt(v), np.sqrt(x)),
-        (np.exp(v), np.exp(x)),
-        (np.maximum(v, 2), np.maximum(x, 2)),
-        (np.add(v, v, dtype=np.float32), (x + x).astype(np.float32)),
-        (np.add.reduce(v), x.sum(axis=0)),
-        (np.add.outer(v[0], v[1]), np.add.outer(x[0], x[1])),
-        (np.clip(v, 2, 3), np.clip(x, 2, 3)),
-        (np.linalg.inv(v), np.linalg.inv(x)),
-        (np.linalg.norm(v), np.linalg.norm(x)),
-        (np.zeros_like(v), np.zeros((2, 2))),
-        (np.transpose(v), x.T),
-        (np.stack([v[0], v[1]]), x),
-        (np.asarray(v), x),
-        (np.array(v), x),
-        (np.array([v, v]), np.array([x, x])),
-        (np.asarray(v, dtype=np.float32), x.astype(np.float32)),
-        (np.copy(v), x),
-        (np.argmax(v), 3),
-        (np.isnan(v), np.full((2, 2), False)),
-        (np.atleast_3d(v), x[:, :, None]),
-    ]:
-        assert not isinstance(got, mpidist.Variable)
-        np.testing.assert_array_equal(got, expected)
-    assert np.shape(v) == (2, 2)
-    assert np.allclose(v, x)
-    assert np.array_equal(v, x)
-    assert np.result_type(v, np.float32) == np.float64
-
-
-def test_out_and_where_with_plain_arrays(v, x):
-    target = np.zeros((2, 2))
-    assert np.add(v, 1, out=target) is target
-    np.testing.assert_array_equal(target, x + 1)
-    target += v
-    np.testing.assert_array_equal(target, 2 * x + 1)
-    np.copyto(target, v)
-    np.testing.assert_array_equal(target, x)
-    target[...] = v
-    np.testing.assert_array_equal(target, x)
-    target[0] = v[1]
-    np.testing.assert_array_equal(target, x[[1, 1]])
-    np.add(x, x, out=target, where=v > 2)
-    np.testing.assert_array_equal(target[x > 2], (2 * x)[x > 2])
-
-
-def test_indexing(strategy, v, x):
-    index = make(strategy, np.array([1, 0]))
-    for got, expected in [
-        (v[0], x[0]),
-        (v[0, 1], 2.0),
-        (v[:, 1], x[:, 1]),
-        (v[..., None], x[..., None]),
-        (v[v > 2], x[x > 2]),
-        (v[[1, 0]], x[[1, 0]]),
-        (v[index], x[[1, 0]]),
-        (v[-1, ::-1], x[-1, ::-1]),
-        (np.take(v, index, axis=0), x[[1, 0]]),
-    ]:
-        np.testing.assert_array_equal(got, expected)
-    with pytest.raises(IndexError):
-        v[5]
-
-
-def test_array_attributes(v, x):
-    assert (v.shape, v.dtype, v.ndim, v.size, v.nbytes) == ((2, 2), float, 2, 4, 32)
-    np.testing.assert_array_equal(v.T, x.T)
-    assert v.sum() == 11.0
-    assert v.max() == 5.0
-    np.testing.assert_array_equal(v.mean(axis=1), x.mean(axis=1))
-    np.testing.assert_array_equal(v.reshape(4), x.reshape(4))
-    np.testing.assert_array_equal(v.astype(int), x.astype(int))
-    assert v.tolist() == x.tolist()
-    with pytest.raises(AttributeError, match="no_such_attribute"):
-        v.no_such_attribute  # noqa: B018
-
-
-def test_scalars(strategy):
-    v = make(strategy, 2.5)
-    n = make(strategy, 3)
-    assert (float(v), int(v), bool(v), complex(v)) == (2.5, 2, True, 2.5 + 0j)
-    assert v.item() == 2.5
-    assert f"{v:.3f}" == "2.500"
-    assert f"{n:04d}" == "0003"
-    assert f"{v}" == str(v)
-    assert f"{v:>6}".strip() == "2.5"
-    assert [*range(n)] == [0, 1, 2]
-    assert "abcd"[n] == "d"
-    assert not make(strategy, 0.0)
-    assert v > 2
-    assert v + 1 == 3.5
-    assert round(float(v)) == 2
-    assert np.isscalar(float(v))
-    with pytest.raises(TypeError):
-        len(v)
-
-
-def test_len_and_iter(v, x):
-    assert len(v) == 2
-    for got, expected in zip(v, x, strict=True):
-        np.testing.assert_array_equal(got, expected)
-    first, second = v
-    np.testing.assert_array_equal(second, x[1])
-    np.testing.assert_array_equal(first, x[0])
-    with pytest.raises(ValueError, match="truth value"):
-        bool(v)
-    with pytest.raises(TypeError):
-        float(v)
-    with pytest.raises(TypeError):
-        format(v, ".2f")
-
-
-def test_contains(v):
-    """As for an array: whether any element is equal."""
-    assert 5.0 in v
-    assert 4.0 not in v
 
 
 def test_repr_and_str(strategy, v, x):
@@ -540,64 +374,10 @@ def test_it_is_not_pickled_or_copied_in_part(v):
         assert "variable.numpy()" in str(caught.value)
 
 
-def test_writes_are_refused_and_say_what_to_write(v, x):
-    kept = v
-    y = np.ones((2, 2))
-
-    def in_place_add(v):
-        v += 1
-
-    def in_place_matmul(v):
-        v @= y
-
-    def set_item(v):
-        v[0] = 7.0
-
-    def set_all(v):
-        v[...] = 7.0
-
-    attempts = {
-        "+=": in_place_add,
-        "@=": in_place_matmul,
-        "[...] = ": set_item,
-        "[...] =": set_all,
-        "numpy.add(": lambda v: np.add(y, y, out=v),
-        "numpy.exp(": lambda v: np.exp(v, out=v),
-        "numpy.sum(": lambda v: np.sum(y[None], axis=0, out=v),
-        "numpy.concatenate(": lambda v: np.concatenate([y[:1], y[:1]], out=v),
-        "numpy.copyto(": lambda v: np.copyto(v, y),
-    }
-    for what, attempt in attempts.items():
-        with pytest.raises(TypeError, match="one copy of Variable 'v' only") as caught:
-            attempt(v)
-        assert what in str(caught.value)
-        instead = "`new[1:3] = value`" if "[" in what else "variable.assign_add(value)"
-        assert instead in str(caught.value)
-    assert v is kept
-    np.testing.assert_array_equal(v, x)
-
-
-def test_a_copy_can_not_be_changed_through_numpy(v, x):
-    """Neither through what np.asarray gives nor through functions that write."""
-    assert not np.asarray(v).flags.writeable
-    (value,) = v.values
-    assert np.shares_memory(v.value(), value)
-    for view in (np.asarray(v), value, v.value(), v[0], v[...], v.T, v.reshape(4), *v):
-        with pytest.raises(ValueError, match="read-only"):
-            view[...] = 0.0
-    for attempt in (
-        lambda: np.add.at(v, (0, 0), 1.0),
-        lambda: np.put(v, [0], [9.0]),
-        lambda: np.fill_diagonal(v, 0.0),
-        lambda: np.place(v, x > 0, [0.0]),
-    ):
-        with pytest.raises((ValueError, TypeError)):
-            attempt()
-    np.testing.assert_array_equal(v, x)
-
-
 def test_the_address_stays_for_life(strategy, rank, v, x):
     def address():
+        (value,) = v.values
+        assert np.shares_memory(v.value(), value)
         return np.asarray(v).__array_interface__["data"][0]
 
     before = address()
@@ -641,23 +421,6 @@ def test_many_updates_keep_the_copies_equal(strategy, rank, size):
     assert np.isfinite(v).all()
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("value", [1.0, np.ones(3)], ids=["number", "array"])
-def test_update_with_arguments_that_differ(strategy, rank, value):
-    """At program level plain arguments are each rank's own.
-
-    As for assign: an error on every rank, and not copies that silently differ.
-    """
-    v = make(strategy, 0.0 * value)
-
-    def call():
-        with strategy.scope():
-            strategy.extended.update(v, lambda v, x: v.assign(x), args=(rank * value,))
-
-    raises_everywhere(mpidist.CollectiveMismatchError, call)
-    assert_mirrored(strategy, v, 0.0 * value)
-
-
 @pytest.mark.parametrize("initial", [1.0, np.ones(20000), np.float32([[1.0]])], ids=str)
 def test_without_an_aggregation_replicas_write_equal_values(
     strategy, rank, size, initial
@@ -681,11 +444,12 @@ def test_without_an_aggregation_replicas_write_equal_values(
     unlike = np.array(initial)
     unlike[...,] = 3
     unlike.flat[unlike.size // 3] += rank == size - 1  # one element, on one rank
-    for message in raises_everywhere(
-        ValueError, lambda: strategy.run(lambda: v.assign(unlike))
-    ):
-        assert "You must specify an aggregation method" in message
-        assert "the replicas' values differ" in message
+    raises_everywhere(
+        ValueError,
+        lambda: strategy.run(lambda: v.assign(unlike)),
+        "You must specify an aggregation method",
+        "the replicas' values differ",
+    )
     assert_mirrored(strategy, v, initial)
     raises_everywhere(
         mpidist.CollectiveMismatchError,
