@@ -15,7 +15,7 @@ from mpidist._base.remedies import (
 )
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.items import VariableItem
-from mpidist._checkpoints.remainder import Remainder, unnoticed
+from mpidist._checkpoints.restore import Restore, unnoticed
 from mpidist._checkpoints.restoring import listed
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
@@ -247,14 +247,14 @@ class RestoreStatus(list[str]):
 
     Args:
         names: the names.
-        remainder: what was not restored; None: the path was None.
+        restore: what was not restored; None: the path was None.
     """
 
     def __init__(
-        self, names: Iterable[str] = (), remainder: Remainder | None = None
+        self, names: Iterable[str] = (), restore: Restore | None = None
     ) -> None:
         super().__init__(names)
-        self._remainder = remainder
+        self._restore = restore
 
     def expect_partial(self) -> RestoreStatus:
         """Return this status. Write ``restore(path, partial=True)`` for its effect."""
@@ -310,13 +310,13 @@ class RestoreStatus(list[str]):
             _fail("nothing in the checkpoint has the name of one of the objects")
         return self
 
-    def _rest(self) -> Remainder:
-        if self._remainder is None:
+    def _rest(self) -> Restore:
+        if self._restore is None:
             _fail(
                 "the path was None, so nothing was restored; write `if path:` around "
                 "this call"
             )
-        return self._remainder
+        return self._restore
 
 
 def _fail(message: str) -> NoReturn:

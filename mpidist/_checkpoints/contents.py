@@ -23,9 +23,10 @@ from mpidist._checkpoints.items import (
     StateItem,
     VariableItem,
 )
+from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.module import Module, built_optimizers
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, storage_of
 
 # The methods of different libraries for getting and setting an object's state.
 _PAIRS: Final = (
@@ -82,6 +83,20 @@ def check(items: Sequence[Item]) -> None:
         except Exception:  # not ready yet; it is read again when it is saved
             continue
         state_json.pack(state, item.name, "Checkpoint")
+
+
+def group_of(items: Iterable[Item], call: str) -> ReplicaGroup | None:
+    """Return the strategy of the variables; None if all are plain variables."""
+    groups = [
+        storage_of(x.variable).group for x in items if isinstance(x, VariableItem)
+    ]
+    found = {group for group in groups if group.is_mpi}
+    if len(found) > 1:
+        raise ValueError(
+            f"{call}: its variables belong to {len(found)} strategies; make a "
+            "Checkpoint for each"
+        )
+    return next(iter(found), None)
 
 
 def containers(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, object]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Final, TypeAlias
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -24,10 +24,27 @@ _MOST_LINES: Final = 5
 
 
 @dataclasses.dataclass(eq=False)
-class VariableItem:
-    """A variable, which is saved as an array."""
+class Item:
+    """A part of the objects of a checkpoint, under a name.
+
+    Attributes:
+        is_optional: whether a checkpoint may lack it; then it stays as it is.
+        is_held: whether it is a value that the program replaces, not an object.
+    """
 
     name: str
+    is_optional: bool = dataclasses.field(default=False, kw_only=True)
+    is_held: bool = dataclasses.field(default=False, kw_only=True)
+
+    def names_in(self, names: Collection[str]) -> list[str]:
+        """Return those of the names in a checkpoint that are of this item."""
+        return [self.name] if self.name in names else []
+
+
+@dataclasses.dataclass(eq=False)
+class VariableItem(Item):
+    """A variable, which is saved as an array."""
+
     variable: Variable
     count: str = ""  # for a slot of an optimizer: the name of its iterations
 
@@ -57,11 +74,10 @@ class VariableItem:
 
 
 @dataclasses.dataclass(eq=False)
-class StateItem:
+class StateItem(Item):
     """An object with a state.
 
     Attributes:
-        name: its name in the checkpoint.
         get: returns its state.
         set: sets its state.
         merge: merges the states of all replicas into one for any number of replicas;
@@ -71,12 +87,9 @@ class StateItem:
         forget: drops what an object has beside its state, its gradients; None: nothing.
         shared: whether an array of this name must be the same on all replicas.
         is_fixed: whether the names, dtypes and shapes of its tensors do not change.
-        is_optional: whether a checkpoint may lack it; then it stays as it is.
-        is_held: whether it is a value that the program replaces, not an object.
     """
 
     kind: ClassVar[str] = "object"
-    name: str
     get: Callable[[], State]
     set: Callable[[State], object]
     merge: Callable[[list[State]], State] | None = None
@@ -84,8 +97,6 @@ class StateItem:
     forget: Callable[[], object] | None = None
     shared: Callable[[str], bool] = frozenset[str]().__contains__  # of none
     is_fixed: bool = False
-    is_optional: bool = False
-    is_held: bool = False
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"
@@ -164,11 +175,10 @@ class NumpyGeneratorItem(GeneratorItem):
 
 
 @dataclasses.dataclass(eq=False)
-class LaterItem:
+class LaterItem(Item):
     """An object without variables yet; it restores them when it makes them.
 
     Attributes:
-        name: its name in the checkpoint.
         kept: returns the arrays to save, by the names of the variables.
         keep: the function that keeps the arrays, by the names of the variables, and
             whether some may be missing; and the path, for messages. It returns a
@@ -176,7 +186,6 @@ class LaterItem:
         waits: what ``keep`` has returned.
     """
 
-    name: str
     kept: Callable[[], Mapping[str, Array]]
     keep: Callable[[dict[str, HostArray], bool, str], Callable[[], bool]]
     waits: Callable[[], bool] = dataclasses.field(init=False)
@@ -184,12 +193,9 @@ class LaterItem:
     def __str__(self) -> str:
         return f"{self.name!r}: no variables yet"
 
-    def arrays(self, names: Iterable[str]) -> list[str]:
-        """Return those of the names that are of this object."""
+    def names_in(self, names: Collection[str]) -> list[str]:
+        """Return the names of its variables."""
         return [name for name in names if name.startswith(f"{self.name}/")]
-
-
-Item: TypeAlias = VariableItem | StateItem | LaterItem
 
 
 def _check_position(name: str, state: State) -> None:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import numpy as np
@@ -43,60 +43,14 @@ listed: Final = functools.partial(listed_in_short, most=20)
 # --- does it fit? -------------------------------------------------------------------
 
 
-def fit(
-    call: CollectiveCall,
-    items: Sequence[Item],
-    reader: CheckpointReader,
-    partial: bool,
-    objects: Collection[str],
-) -> tuple[list[Item], list[str]]:
-    """Return the items to restore, and the names of those that only it has.
-
-    The slots of an optimizer that was saved before it was built are to be zero.
-
-    Raises:
-        CheckpointError: with a list of the items that do not match.
-    """
-    manifest = manifest_of(reader)
-    arrays, states = manifest.arrays, manifest.states
-    saved = {*arrays, *states}
-    names = {item.name for item in items}.union(manifest.of_states(states))
-    for item in items:
-        if isinstance(item, LaterItem) and (own := item.arrays(arrays)):
-            saved.add(item.name)
-            names.update(own)
-    slots = [item for item in items if isinstance(item, VariableItem) and item.count]
-    built = {slot.count for slot in slots if slot.name in saved}
-    saved.update(x.name for x in slots if x.count in arrays and x.count not in built)
-    found = [item for item in items if item.name in saved]
-    optional = {x.name for x in items if isinstance(x, StateItem) and x.is_optional}
-    missing = [item.name for item in items if item.name not in saved | optional]
-    wrong = list(filter(None, (_problem(item, reader) for item in found)))
-    unexpected = [name for name in [*arrays, *states] if name not in names]
-    common = any(x.partition("/")[0] in objects for x in [*arrays, *states])
-    fits = partial and (common or not items)
-    if not wrong and (fits or not (missing or unexpected)):
-        return found, unexpected
-    lines, hint = [*wrong], ""
-    if missing and not fits:
-        lines.append(f"missing in the checkpoint: {listed(missing)}")
-    if unexpected and not fits:
-        lines.append(f"only in the checkpoint: {listed(unexpected)}")
-    if partial and not fits:
-        hint = "Nothing of it is among the objects, whatever `partial` says. "
-    elif not partial and (missing or unexpected):
-        hint = "Write `partial=True` to restore what both have, now or later. "
-    raise _unfit(call, f" {reader.path!r}", lines, hint)
-
-
-def _unfit(
+def unfit(
     call: CollectiveCall, path: str, lines: list[str], hint: str = ""
 ) -> CheckpointError:
     listing = "\n  ".join([f"{call.name}: the checkpoint{path} does not fit:", *lines])
     return CheckpointError(f"{listing}\n{hint}Nothing was changed.")
 
 
-def _problem(item: Item, reader: CheckpointReader) -> str:
+def problem_of(item: Item, reader: CheckpointReader) -> str:
     """Return the problem with an item's data in the checkpoint, or ""."""
     manifest = manifest_of(reader)
     if isinstance(item, LaterItem):
@@ -116,6 +70,7 @@ def _problem(item: Item, reader: CheckpointReader) -> str:
     if part is None:
         is_state = item.name in manifest.states
         return f"{item.name!r}: expected an array, got a state" if is_state else ""
+    assert isinstance(item, VariableItem)
     dtype, shape = item.variable.dtype.name, tuple(item.variable.shape)
     if (dtype, shape) == (part.dtype, part.shape):
         return ""
@@ -148,7 +103,7 @@ def choose(
         if problem := item.misfit(state):
             wrong.append(problem)
     if wrong:
-        raise _unfit(call, "", wrong)
+        raise unfit(call, "", wrong)
     return chosen
 
 
@@ -239,7 +194,7 @@ def put(
     partial: bool = False,
     path: str = "",
     number: int = 0,
-) -> tuple[list[str], list[LaterItem]]:
+) -> None:
     """Restore objects. Collective.
 
     Args:
@@ -252,9 +207,6 @@ def put(
         partial: whether variables that an object makes later may be missing.
         path: of the checkpoint, for the messages of such an object.
         number: of the restore, for the variables.
-
-    Returns:
-        The names of the items, and the objects that make their variables later.
     """
     variables = [item for item in items.values() if isinstance(item, VariableItem)]
     later = [item for item in items.values() if isinstance(item, LaterItem)]
@@ -269,7 +221,7 @@ def put(
         for item in later:
             start = len(item.name) + 1
             kept.append(
-                {name[start:]: arrays.pop(name) for name in item.arrays([*arrays])}
+                {name[start:]: arrays.pop(name) for name in item.names_in([*arrays])}
             )
         return values, choose(call, items, states, arrays, apart)
 
@@ -303,7 +255,6 @@ def put(
         guard.interrupted(call.name, error)
         _put_back(call, before, error)
         raise
-    return sorted(items.keys() - {item.name for item in later}), later
 
 
 def _put_back(

@@ -15,23 +15,16 @@ Errors on rank 0 are raised on all ranks, also with the guard off
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import operator
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from mpidist._agreement.mismatch import Call
-from mpidist._base.types import DType, HostArray, Shape
 from mpidist._checkpoints import (
     contents,
     exchange,
     replace,
-    restoring,
     storage,
 )
 from mpidist._checkpoints.collective_call import (
@@ -41,23 +34,15 @@ from mpidist._checkpoints.collective_call import (
 )
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
-from mpidist._checkpoints.remainder import Remainder, is_changed
+from mpidist._checkpoints.restore import Restore, warn_of
 from mpidist._checkpoints.state_json import Packed, Stored, own_copy
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.interruptions import tells
 from mpidist._values.variable import storage_of
 
-_Found: TypeAlias = tuple[
-    list[str], Values, Sequence[str], dict[str, tuple[DType, Shape]], list[str]
-]
-"""The names of items, their states, the generators of which each replica has its own
-although there is one state, the dtypes and shapes of all their arrays, and the names of
-what only the checkpoint has."""
-
-
-Restored: TypeAlias = tuple[list[str], Remainder]
+Restored: TypeAlias = tuple[list[str], Restore]
+"""The names of the items that were restored, and what was left."""
 
 
 class SavedObjects:
@@ -66,10 +51,11 @@ class SavedObjects:
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.by_name: dict[str, Any] = dict(objects)
         self._told: list[Callable[[bool], None]] = []
-        self._remainders: list[Remainder] = []
         items = contents.collect(self.by_name, "skip")
         contents.check(items)
-        self._nearest = _group_of(items, "Checkpoint") or context.current().group
+        self._nearest = (
+            contents.group_of(items, "Checkpoint") or context.current().group
+        )
 
     def add(self, name: str, value: object) -> None:
         """Replace or add an object.
@@ -95,7 +81,7 @@ class SavedObjects:
     @property
     def group(self) -> ReplicaGroup:
         """The ranks that save these objects together."""
-        found = _group_of(contents.collect(self.by_name, "skip"), "Checkpoint")
+        found = contents.group_of(contents.collect(self.by_name, "skip"), "Checkpoint")
         return found or self._nearest
 
     def save(
@@ -128,8 +114,7 @@ class SavedObjects:
         """
         details += "" if wait else ", wait=False"
         call, items, target = self._begin(name, path, details)
-        for rest in self._remainders:
-            rest.warn()
+        warn_of(self.by_name)
         thread: Write | None = None
 
         def write(arrays: Mapping[str, Stored], after: int) -> int:
@@ -182,109 +167,19 @@ class SavedObjects:
         """
         details = f", partial={bool(partial)}"
         call, items, source = self._begin(name, path, details, optional=True)
-        rest = Remainder(self.by_name, self._restore_more, call.group, str(path))
-
-        def look() -> storage.CheckpointReader | None:
-            if source is not None:
-                rest.reader = storage.CheckpointReader(source)
-            return rest.reader
-
-        put = self._read(call, items, look, bool(partial), rest)
+        rest = Restore(self.by_name, call.group, str(path), bool(partial))
+        put = rest.read(call, items, source)
         if put is None:
             return None
 
         def restore() -> Restored:
-            names, later, left = put()
-            rest.begin(names, later, left)
-            self._remainders = [x for x in (*self._remainders, rest) if x.names]
-            if rest.names:
+            names, left = put()
+            rest.begin(names, left)
+            if left:
                 self.when_attached(rest.attached)
             return names, rest
 
         return restore
-
-    @tells("Checkpoint.restore", operator.attrgetter("group"))
-    def _restore_more(
-        self, rest: Remainder, items: list[Item], is_assigned: bool
-    ) -> None:
-        """Restore items that were attached after a restore. Collective.
-
-        Those that were not assigned just now only if no rank has changed one of them.
-        """
-        group = _group_of(items, "Checkpoint.restore") or rest.group
-        in_replica = context.is_in_replica(group)
-        frame = group.cross_frame if in_replica else context.current()
-        with context.entered(frame) if in_replica else contextlib.nullcontext():
-            call = CollectiveCall(group, "Checkpoint.restore")
-            call.agree(f" of {{{', '.join(map(str, items))}}}, attached after it")
-            names = rest.take(items)
-            changed = not is_assigned and any(map(is_changed, items))
-            call.guard.agree_on(Call(f"{call.name}, looking"), largest=changed)
-            if call.guard.largest:
-                rest.tell(items)
-                return
-            put = self._read(call, items, lambda: rest.reader, True, rest)
-            assert put is not None
-            rest.later += put()[1]
-            rest.lost -= names
-
-    def _read(
-        self,
-        call: CollectiveCall,
-        items: Sequence[Item],
-        look: Callable[[], storage.CheckpointReader | None],
-        partial: bool,
-        rest: Remainder,
-    ) -> Callable[[], tuple[list[str], list[LaterItem], list[str]]] | None:
-        """Read and verify some items of what `look` opens on rank 0. Collective."""
-        differing = exchange.differing_generators(call, items)
-        by_name = {item.name: item for item in items}
-        arrays: dict[str, HostArray] = {}
-
-        def read() -> _Found | None:
-            reader = look()
-            if reader is None:
-                return None
-            manifest = storage.manifest_of(reader)
-            found, left = restoring.fit(call, items, reader, partial, self.by_name)
-            states, needed = {}, []
-            for item in found:
-                if isinstance(item, StateItem):
-                    states[item.name] = manifest.states[item.name]
-                elif isinstance(item, VariableItem):
-                    if item.name in manifest.arrays:
-                        needed.append(item.name)
-                    else:  # a slot of an optimizer that was saved before it was built
-                        shape, dtype = item.variable.shape, item.variable.dtype
-                        arrays[item.name] = np.zeros(shape, dtype)
-                else:
-                    needed += item.arrays(manifest.arrays)
-            needed += manifest.of_states(states)
-            arrays.update(storage.read_arrays(reader, needed))
-            kinds = {array: (x.dtype, x.shape) for array, x in arrays.items()}
-            # A checkpoint of one replica does not show whether its generators should be
-            # the same on all: whether they are now determines it.
-            apart = differing if manifest.replicas == 1 else []
-            return [item.name for item in found], states, apart, kinds, left
-
-        with call.guard.span(call.name):
-            answer = call.on_rank_0(read)
-        if answer is None:
-            return None
-        names, states, apart, kinds, left = answer
-        return lambda: (
-            *restoring.put(
-                call,
-                {name: by_name[name] for name in names},
-                states,
-                restoring.share(call, kinds, arrays),
-                apart,
-                partial,
-                rest.path,
-                rest.number,
-            ),
-            left,
-        )
 
     def call(self, name: str) -> CollectiveCall:
         """Return a call by the ranks that save these objects together."""
@@ -297,7 +192,7 @@ class SavedObjects:
         context.require_program_level(context.current().group, name)
         with self._nearest.guard.checking(name):
             items = contents.collect(self.by_name, unmade)
-            group = _group_of(items, name)
+            group = contents.group_of(items, name)
         if group is None:
             group = context.current().group
             if not group.is_mpi:  # that of the scope in which it was made
@@ -330,18 +225,6 @@ def as_path(path: object, call: str) -> str:
     if isinstance(path, (str, os.PathLike)) and os.fspath(path):
         return os.fsdecode(path)
     raise TypeError(f"{call}: expected a path, a str or `os.PathLike`, got {path!r}")
-
-
-def _group_of(items: list[Item], name: str) -> ReplicaGroup | None:
-    """Return the strategy of the variables; None if all are plain variables."""
-    variables = [item.variable for item in items if isinstance(item, VariableItem)]
-    found = {storage_of(x).group for x in variables if storage_of(x).group.is_mpi}
-    if len(found) > 1:
-        raise ValueError(
-            f"{name}: its variables belong to {len(found)} strategies; make a "
-            "Checkpoint for each"
-        )
-    return next(iter(found), None)
 
 
 def _values(

@@ -62,7 +62,7 @@ class VariableStorage:
         key: the key of the variable in the group's registry, the same on all ranks.
         restored: the number of the last restore of a checkpoint; 0: of none.
         first: its first value as a short text, if a checkpoint waited for variables
-            when it was made; see `_checkpoints/remainder`.
+            when it was made; see `_checkpoints/restore`.
         retired: why it cannot be used any more; "" while it can.
     """
 

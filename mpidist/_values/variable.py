@@ -579,7 +579,7 @@ def set_up(
 
 
 when_made: Final[list[Callable[[VariableStorage], None]]] = []
-"""Called with each new variable: `_checkpoints/remainder` notes its first value."""
+"""Called with each new variable: `_checkpoints/restore` notes its first value."""
 
 
 array_of: Final[Callable[[Variable], Array]] = operator.attrgetter("_storage.array")

@@ -1,0 +1,428 @@
+"""A restore, and what it has left in the checkpoint for objects attached after it.
+
+A program may restore before its objects have all their variables. Modules and
+checkpoints tell what is assigned to their attributes, and what then has a value in the
+checkpoint gets it at once, as in TensorFlow. Rank 0 keeps the files open, which are
+read then: no rank keeps values in memory, and the checkpoint may be deleted meanwhile.
+So the assignment is a collective call, like the restore itself: a rank that makes it
+alone gets the same `CollectiveMismatchError` as the others at their next call.
+
+What else tells nothing (a list, a dict, an object of another class) is found by the
+first `run` after its variables were made, and before the next assignment. It gets its
+value if it is sure that the program has not changed it: new variables note their first
+value (`VariableStorage.first`). Otherwise it keeps what it has, with a warning, which
+the next save, the status and the end of the program give, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import itertools
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from mpidist._agreement.mismatch import Call, fingerprint
+from mpidist._base import checksums
+from mpidist._base.types import DType, HostArray, Shape, record
+from mpidist._checkpoints import contents, restoring
+from mpidist._checkpoints.collective_call import CollectiveCall
+from mpidist._checkpoints.exchange import Values, differing_generators
+from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
+from mpidist._checkpoints.restoring import listed, problem_of, unfit
+from mpidist._checkpoints.storage import CheckpointReader, manifest_of, read_arrays
+from mpidist._runtime import context
+from mpidist._runtime.group import ReplicaGroup
+from mpidist._runtime.interruptions import tells
+from mpidist._values.storage import VariableStorage
+from mpidist._values.variable import storage_of, when_made
+
+_numbers: Final = itertools.count(1)
+_all: Final[weakref.WeakValueDictionary[int, Restore]] = weakref.WeakValueDictionary()
+_groups: Final[weakref.WeakSet[ReplicaGroup]] = weakref.WeakSet()
+
+
+@record
+class Found:
+    """What a checkpoint has of some items: rank 0 sends it to all.
+
+    Attributes:
+        names: those of the items.
+        states: their states.
+        kinds: the dtypes and shapes of their arrays.
+        replicas: the number of replicas that saved it.
+        left: the names of what only the checkpoint has.
+    """
+
+    names: list[str]
+    states: Values
+    kinds: Mapping[str, tuple[DType, Shape]]
+    replicas: int
+    left: list[str]
+
+
+class Restore:
+    """A restore, and the items that it has not found among the objects.
+
+    Attributes:
+        objects: the objects, by name.
+        number: restores are counted. A variable has that of its last one.
+        saved: the names of all items in the checkpoint.
+        names: of those that are left for what is attached.
+        lost: of those for which that did not fit, or was told of too late.
+        later: the objects that restore their variables when they make them.
+        group: the ranks.
+    """
+
+    def __init__(
+        self,
+        objects: MutableMapping[str, Any],
+        group: ReplicaGroup,
+        path: str = "",
+        partial: bool = False,
+    ) -> None:
+        """Note the objects, the ranks, and the arguments of the restore."""
+        self.names: set[str] = set()  # first, since `__del__` asks for it
+        self.objects, self._path, self._partial = objects, path, partial
+        self.group: ReplicaGroup = group
+        self.number: int = next(_numbers)
+        self.saved: set[str] = set()
+        self.lost: set[str] = set()
+        self._containers: dict[str, object] = {}
+        self.later: list[LaterItem] = []
+        self._reader: CheckpointReader | None = None  # on rank 0
+
+    def __reduce__(self) -> Any:
+        return Restore, ({}, None)  # of a copied module: it has nothing
+
+    def read(
+        self, call: CollectiveCall, items: Sequence[Item], source: str | None = None
+    ) -> Callable[[], tuple[list[str], list[str]]] | None:
+        """Read and verify what the checkpoint has of some items. Collective.
+
+        Args:
+            call: the call that restores them.
+            items: they.
+            source: the checkpoint to open on rank 0; None: that of an earlier call.
+
+        Returns:
+            A function that restores them, and returns the names of the items, and of
+            what only the checkpoint has; collective. None if no checkpoint is open.
+        """
+        differing = differing_generators(call, items)
+        arrays: dict[str, HostArray] = {}
+
+        def look() -> Found | None:
+            if source is not None:
+                self._reader = CheckpointReader(source)
+            if self._reader is None:
+                return None
+            return self._find(call, items, self._reader, arrays)
+
+        with call.guard.span(call.name):
+            found = call.on_rank_0(look)
+        if found is None:
+            return None
+        by_name = {item.name: item for item in items}
+        restored = {name: by_name[name] for name in found.names}
+        later = [x for x in restored.values() if isinstance(x, LaterItem)]
+        # A checkpoint of one replica does not show whether its generators should be
+        # the same on all: whether they are now determines it.
+        apart = differing if found.replicas == 1 else ()
+
+        def put() -> tuple[list[str], list[str]]:
+            restoring.put(
+                call,
+                restored,
+                found.states,
+                restoring.share(call, found.kinds, arrays),
+                apart,
+                self._partial,
+                self._path,
+                self.number,
+            )
+            self.later += later
+            return sorted(restored.keys() - {x.name for x in later}), found.left
+
+        return put
+
+    def _find(
+        self,
+        call: CollectiveCall,
+        items: Sequence[Item],
+        reader: CheckpointReader,
+        arrays: dict[str, HostArray],
+    ) -> Found:
+        """Return what the checkpoint has of some items, and read their arrays.
+
+        The slots of an optimizer that was saved before it was built are to be zero.
+
+        Raises:
+            CheckpointError: if it is damaged; if it does not fit, with a list of all
+                that does not.
+        """
+        manifest = manifest_of(reader)
+        saved = dict.fromkeys([*manifest.arrays, *manifest.states])
+        own = {item.name: item.names_in(saved) for item in items}
+        slots = [x for x in items if isinstance(x, VariableItem) and x.count]
+        built = {slot.count for slot in slots if own[slot.name]}
+        zero = [x for x in slots if x.count in saved and x.count not in built]
+        given = {x.name for x in zero}.union(name for name, has in own.items() if has)
+        found = [x for x in items if x.name in given]
+        missing = [x.name for x in items if x.name not in given and not x.is_optional]
+        known = {*manifest.of_states(manifest.states), *itertools.chain(*own.values())}
+        left = [name for name in saved if name not in known]
+        lines = [problem for x in found if (problem := problem_of(x, reader))]
+        hint = ""
+        common = any(x.partition("/")[0] in self.objects for x in saved)
+        if not (self._partial and (common or not items)):
+            if missing:
+                lines.append(f"missing in the checkpoint: {listed(missing)}")
+            if left:
+                lines.append(f"only in the checkpoint: {listed(left)}")
+            if self._partial:
+                hint = "Nothing of it is among the objects, whatever `partial` says. "
+            elif missing or left:
+                hint = "Write `partial=True` to restore what both have, now or later. "
+        if lines:
+            raise unfit(call, f" {reader.path!r}", lines, hint)
+        states = {
+            x.name: manifest.states[x.name] for x in found if isinstance(x, StateItem)
+        }
+        names = itertools.chain(*(x.names_in(manifest.arrays) for x in found))
+        needed = dict.fromkeys([*names, *manifest.of_states(states)])
+        arrays |= read_arrays(reader, needed)
+        arrays |= {x.name: np.zeros(x.variable.shape, x.variable.dtype) for x in zero}
+        kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+        return Found([x.name for x in found], states, kinds, manifest.replicas, left)
+
+    def begin(self, restored: list[str], left: list[str]) -> None:
+        """Note what was restored, and what was left."""
+        self.saved, self.names = {*restored, *left}, set(left)
+        if left:
+            self._watch()
+            _all[self.number] = self
+            _groups.add(self.group)
+        else:
+            self._reader = None
+
+    def _watch(self) -> None:
+        """Have modules and checkpoints among the objects tell what is attached.
+
+        What was left for the parts of one object is not for those of another in its
+        place.
+        """
+        for name, value in contents.containers("", self.objects, set()):
+            if self._containers.setdefault(name, value) is not value:
+                self._containers[name] = value
+                self._lose(x for x in self.names if x.startswith(f"{name}/"))
+            if hasattr(value, "__when_attached__"):
+                value.__when_attached__(self.attached)
+
+    def _lose(self, names: Iterable[str]) -> None:
+        self.lost.update(names)
+        self.names -= self.lost
+
+    def attached(self, is_assigned: bool) -> None:
+        """Restore what was attached since. Collective if that is anything.
+
+        Args:
+            is_assigned: whether an assignment has just attached it; otherwise the
+                program may have changed it since, and then it keeps its value.
+        """
+        if not self.names:
+            return
+        self._watch()
+        if items := self.found():
+            try:
+                self._restore_more(items, is_assigned)
+            except Exception as error:
+                names = listed([item.name for item in items])
+                error.add_note(f"{names}: attached after `Checkpoint.restore`")
+                raise
+
+    def found(self) -> list[Item]:
+        """Return the items of what was attached since."""
+        items = self.waiting(contents.collect(self.objects, "later"))
+        # The program sets a pytree to save it: perhaps it is a newer one.
+        return [x for x in items if not x.is_held]
+
+    @tells("Checkpoint.restore", operator.attrgetter("group"))
+    def _restore_more(self, items: list[Item], is_assigned: bool) -> None:
+        """Restore items that were attached after the restore. Collective.
+
+        Those that were not assigned just now only if no rank has changed one of them.
+        """
+        group = contents.group_of(items, "Checkpoint.restore") or self.group
+        in_replica = context.is_in_replica(group)
+        frame = group.cross_frame if in_replica else context.current()
+        with context.entered(frame) if in_replica else contextlib.nullcontext():
+            call = CollectiveCall(group, "Checkpoint.restore")
+            call.agree(f" of {{{', '.join(map(str, items))}}}, attached after it")
+            names = self.take(items)
+            changed = not is_assigned and any(map(is_changed, items))
+            call.guard.agree_on(Call(f"{call.name}, looking"), largest=changed)
+            if call.guard.largest:
+                self._tell(items)
+                return
+            put = self.read(call, items)
+            assert put is not None
+            put()
+            self.lost -= names
+
+    def take(self, items: Iterable[Item]) -> set[str]:
+        """Return the names of what is left for some items, which is `lost` now.
+
+        Called on all ranks, so that it is the same on all if one of them raises.
+        """
+        found = {name for item in items for name in item.names_in(self.names)}
+        self._lose(found)
+        return found
+
+    def waiting(self, items: Iterable[Item]) -> list[Item]:
+        """Return the items that this restore would have restored, had it met them."""
+        found: list[Item] = []
+        for item in items:
+            if isinstance(item, VariableItem):
+                is_left = item.name in self.names or item.count in self.names
+                if is_left and storage_of(item.variable).restored >= self.number:
+                    self.names.discard(item.name)  # by another name, or a later restore
+                    continue
+            else:
+                is_left = bool(item.names_in(self.names))
+            if is_left:
+                found.append(item)
+        return found
+
+    def missing(self) -> tuple[list[str], list[str]]:
+        """Return the names of objects that were attached unnoticed, or never saved."""
+        items = contents.collect(self.objects, "later")
+        unnoticed = [item.name for item in self.waiting(items)]
+        own = {item.name for item in self.later}
+        kept = tuple(f"{name}/" for name in own)
+        never: list[str] = []
+        for item in items:
+            if isinstance(item, VariableItem):
+                restored = storage_of(item.variable).restored >= self.number
+                restored = restored or item.name.startswith(kept)
+            elif isinstance(item, StateItem):
+                restored = item.is_optional or item.name in self.saved
+            else:
+                restored = item.name in own
+            if not restored and item.name not in unnoticed:
+                never.append(item.name)
+        return unnoticed, never
+
+    def matches(self) -> bool:
+        """Return whether the checkpoint has anything for these objects."""
+        own = {name.partition("/")[0] for name in self.saved}
+        return not own.isdisjoint(self.objects)
+
+    def warn(self) -> None:
+        """Warn, on rank 0, of objects that were attached unnoticed; once."""
+        if not self.names:
+            return
+        items = self.waiting(contents.collect(self.objects, "later"))
+        self.take(items)
+        if items:
+            self._tell(items)
+
+    def _tell(self, items: Iterable[Item]) -> None:
+        """Warn, on rank 0, that some items keep their values."""
+        if self._reader is not None:
+            warnings.warn(
+                f"Checkpoint.restore: {unnoticed([item.name for item in items])}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __del__(self) -> None:
+        self.warn()
+
+
+def unnoticed(names: list[str]) -> str:
+    """Return a message about objects that were attached unnoticed."""
+    return (
+        f"not restored, although in the checkpoint: {listed(names)}; attached after "
+        "the restore, to a list, a dict or another object that tells nothing, or a "
+        "pytree. Write `checkpoint.restore(path, partial=True)` once more, after that"
+    )
+
+
+def is_changed(item: Item) -> bool:
+    """Return whether the program may have changed an item since it was made."""
+    if isinstance(item, VariableItem):
+        storage = storage_of(item.variable)
+        return storage.first != checksums.summarize(storage.array)
+    if isinstance(item, StateItem):
+        return not item.is_optional or item.get() is not None  # an assigned rate
+    return False  # it has no variables yet
+
+
+def warn_of(objects: Mapping[str, object]) -> None:
+    """Warn of what was attached unnoticed to the objects of a checkpoint; once."""
+    for restore in _pending():
+        if restore.objects is objects:
+            restore.warn()
+
+
+def _pending() -> list[Restore]:
+    """Return those that have something left, the last restore first."""
+    found = [reference() for reference in _all.valuerefs()]  # other threads add some
+    pending = [x for x in found if x is not None and x.names]
+    return sorted(pending, key=lambda x: -x.number)
+
+
+def _note(storage: VariableStorage) -> None:
+    """Have the next `run` look for what a new variable has in a checkpoint."""
+    if storage.group in _groups:
+        storage.first = checksums.summarize(storage.array)
+        storage.group.before_run = functools.partial(_look, storage.group)
+
+
+def _found(group: ReplicaGroup, call: Call) -> tuple[list[Restore], bool]:
+    """Return the restores of a group, and whether all ranks found the same for them."""
+    pending = [x for x in _pending() if x.group is group]
+    found = [items for x in pending if (items := [*map(str, x.found())])]
+    return pending, group.guard.agree_on(call, fingerprint(str(found)))
+
+
+@tells("Strategy.run", lambda group: group)
+def _look(group: ReplicaGroup) -> None:
+    """Restore what was attached to lists and dicts, before `run`. Collective.
+
+    Objects that the program has dropped may still be there on some of the ranks; then
+    they are collected. If another rank makes another call, all raise, and the next
+    `run` looks.
+    """
+    try:
+        context.require_program_level(group, "Strategy.run")
+    except RuntimeError:
+        return  # in `merge_fn`, or `run` raises it too
+    call = Call("Strategy.run, restoring what was attached before")
+    pending, agreed = _found(group, call)
+    if not agreed:
+        del pending
+        gc.collect()
+        pending, agreed = _found(group, call)
+    group.before_run = None
+    if agreed:
+        for restore in pending:
+            restore.attached(False)
+
+
+when_made.append(_note)
+
+
+@atexit.register
+def _warn_at_end() -> None:
+    for restore in _pending():
+        restore.warn()
+        restore.names.clear()
