@@ -62,16 +62,10 @@ def context_scope_again(d):
 
 @section.program
 def context_in_run(d):
-    """In `run`: a ReplicaContext with the replica's number and the strategy."""
-    return d.run(lambda: facts(d))
-
-
-@section.program
-def context_in_run_in_scope(d):
-    """`run` inside the scope sees the same as outside it."""
+    """In `run`, outside the scope and in it: the replica's number and the strategy."""
+    outside = d.run(lambda: facts(d))
     with d.strategy.scope():
-        result = d.run(lambda: facts(d))
-        return result, facts(d)
+        return outside, d.run(lambda: facts(d)), facts(d)
 
 
 @section.program
@@ -124,15 +118,6 @@ def context_nested_run(d):
         ), strategy.experimental_local_results(totals)
 
     return d.run(lambda: d.merge(merge_fn))
-
-
-@section.program
-def context_replica_ids(d):
-    """Replica ids are 0 to n-1; there are n replicas."""
-    ids = d.run(
-        lambda: (d.replica_id(), d.dist.get_replica_context().num_replicas_in_sync)
-    )
-    return ids, d.strategy.num_replicas_in_sync
 
 
 @section.program
@@ -428,19 +413,19 @@ def default_run(d):
 
 
 @section.program
-def default_reduce(d):
-    """`reduce` of the default strategy returns the value."""
-    default = d.dist.get_strategy()
-    value = d.array([1.0, 2.0])
-    return [default.reduce(op, value, axis=None) for op in ("SUM", "MEAN")]
-
-
-@section.program
-def default_reduce_axis(d):
-    """`reduce` of the default strategy with an axis reduces over it."""
-    default = d.dist.get_strategy()
-    value = d.array([[1.0, 2.0], [3.0, 4.0]])
-    return [default.reduce(op, value, axis=0) for op in ("SUM", "MEAN")]
+def default_strategy(d):
+    """The default strategy has one replica: results are the values themselves."""
+    default, context = d.dist.get_strategy(), d.dist.get_replica_context()
+    row, rows = d.array([2.0, 3.0]), d.array([[1.0, 2.0], [3.0, 4.0]])
+    return [
+        default.num_replicas_in_sync,
+        [default.reduce(op, row, axis=None) for op in ("SUM", "MEAN")],
+        [default.reduce(op, rows, axis=0) for op in ("SUM", "MEAN")],
+        default.gather(row, axis=0),
+        default.experimental_local_results(row),
+        context.all_gather(row, axis=0),
+        context.all_reduce("MEAN", {"a": d.array(2.0), "b": [row]}),
+    ]
 
 
 @section.program
@@ -458,37 +443,6 @@ def default_merge_call(d):
 
     context = d.dist.get_replica_context()
     return context.merge_call(merge_fn, args=(d.array(1.0),), kwargs={"y": 2.0})
-
-
-@section.program
-def default_all_reduce(d):
-    """all_reduce outside every scope returns its input."""
-    context = d.dist.get_replica_context()
-    return context.all_reduce("MEAN", {"a": d.array(2.0), "b": [d.array([3.0])]})
-
-
-@section.program
-def default_all_gather(d):
-    """all_gather outside every scope returns its input."""
-    return d.dist.get_replica_context().all_gather(d.array([2.0, 3.0]), axis=0)
-
-
-@section.program
-def default_local_results(d):
-    """experimental_local_results of the default strategy: a tuple of one."""
-    return d.dist.get_strategy().experimental_local_results(d.array([2.0]))
-
-
-@section.program
-def default_gather(d):
-    """`gather` of the default strategy returns the value."""
-    return d.dist.get_strategy().gather(d.array([2.0]), axis=0)
-
-
-@section.program
-def default_number_of_replicas(d):
-    """The default strategy has one replica."""
-    return d.dist.get_strategy().num_replicas_in_sync
 
 
 @section.program

@@ -55,23 +55,15 @@ def split_empty_parts(d):
 
 
 @splitting.program
-def split_dict(d):
-    """Elements that are dicts keep their structure."""
-    data = {
-        "x": d.numbers(d.array([[i, 2.0] for i in range(6)])),
-        "y": d.numbers(d.array([*range(6)], "int64")),
-    }
-    return elements(d, d.distribute(d.Dataset.from_tensor_slices(data).batch(4)))
-
-
-@splitting.program
-def split_tuple(d):
-    """Elements that are tuples too."""
-    data = (
-        d.numbers(d.array([[i, 2.0] for i in range(6)])),
-        {"y": d.numbers(d.array([*range(6)], "float64"))},
-    )
-    return elements(d, d.distribute(d.Dataset.from_tensor_slices(data).batch(6)))
+def split_structures(d):
+    """Elements that are dicts or tuples keep their structure."""
+    x = d.numbers(d.array([[i, 2.0] for i in range(6)]))
+    data = {"x": x, "y": d.numbers(d.array([*range(6)], "int64"))}
+    pair = (x, {"y": d.numbers(d.array([*range(6)], "float64"))})
+    return [
+        elements(d, d.distribute(d.Dataset.from_tensor_slices(given).batch(batch)))
+        for given, batch in ((data, 4), (pair, 6))
+    ]
 
 
 @splitting.program
@@ -82,10 +74,13 @@ def split_kind(d):
 
 
 @splitting.program
-def split_after_map_and_take(d):
-    """map, take and repeat before it."""
-    dataset = rows(d, 10).map(lambda x: x * 2).take(5).repeat(2).batch(4)
-    return elements(d, d.distribute(dataset))
+def split_after_other_stages(d):
+    """map, take and repeat before it; prefetch after `batch`; in the scope."""
+    changed = rows(d, 10).map(lambda x: x * 2).take(5).repeat(2).batch(4)
+    fetched = rows(d, 7).batch(4).prefetch(2)
+    found = [elements(d, d.distribute(dataset)) for dataset in (changed, fetched)]
+    with d.strategy.scope():
+        return [*found, elements(d, d.distribute(rows(d, 5).batch(5)))]
 
 
 @splitting.program
@@ -97,19 +92,6 @@ def split_after_shuffle(d):
         total = d.strategy.run(lambda x: d.sum(x), args=(element,))
         seen.append(float(d.strategy.reduce("SUM", total, axis=None)))
     return len(seen), sum(seen)
-
-
-@splitting.program
-def split_after_prefetch(d):
-    """prefetch does not change the elements."""
-    return elements(d, d.distribute(rows(d, 7).batch(4).prefetch(2)))
-
-
-@splitting.program
-def split_in_scope(d):
-    """In the scope it is the same."""
-    with d.strategy.scope():
-        return elements(d, d.distribute(rows(d, 5).batch(5)))
 
 
 @splitting.program
@@ -197,18 +179,11 @@ def dataset_twice(d):
 
 @iterating.program
 def iterator_next(d):
-    """next(), and StopIteration at the end."""
-    iterator = iter(d.distribute(rows(d, 4).batch(4)))
+    """next(); at the end StopIteration, or the default."""
+    iterator, other = (iter(d.distribute(rows(d, 4).batch(4))) for _ in range(2))
+    next(other)
     first = d.replicas(next(iterator))
-    return first, d.attempt(lambda: next(iterator))
-
-
-@iterating.program
-def iterator_next_default(d):
-    """next() with a default."""
-    iterator = iter(d.distribute(rows(d, 4).batch(4)))
-    next(iterator)
-    return next(iterator, "end")
+    return first, d.attempt(lambda: next(iterator)), next(other, "end")
 
 
 @iterating.program
@@ -282,30 +257,17 @@ def dataset_no_indexing(d):
 
 @iterating.program
 def make_numpy_dataset(d):
-    """experimental_make_numpy_dataset: rows of a structure of arrays."""
-    data = (
-        d.numbers(d.array([[i, 1.0] for i in range(5)])),
-        d.numbers(d.array([*range(5)], "int32")),
-    )
-    dataset = d.strategy.extended.experimental_make_numpy_dataset(data)
-    return elements(d, d.distribute(dataset.batch(4)))
+    """experimental_make_numpy_dataset of a tuple, a list, and a dict (v1 strategy).
 
-
-@iterating.program
-def make_numpy_dataset_of_strategy(d):
-    """experimental_make_numpy_dataset of the v1 strategy: here of a dict."""
-    strategy = d.v1_strategy()
-    data = {"x": d.numbers(d.array([[i, 1.0] for i in range(5)]))}
-    dataset = strategy.experimental_make_numpy_dataset(data)
-    return elements(d, d.distribute(dataset.batch(5)))
-
-
-@iterating.program
-def make_numpy_dataset_of_list(d):
-    """A list of arrays is stacked: each row is one array."""
-    data = [d.numbers(d.array([float(i), 1.0])) for i in range(4)]
-    dataset = d.strategy.extended.experimental_make_numpy_dataset(data)
-    return elements(d, d.distribute(dataset.batch(4)))
+    A list of arrays is stacked: each row is one array.
+    """
+    x = d.numbers(d.array([[i, 1.0] for i in range(5)]))
+    pair = (x, d.numbers(d.array([*range(5)], "int32")))
+    listed = [d.numbers(d.array([float(i), 1.0])) for i in range(4)]
+    make = d.strategy.extended.experimental_make_numpy_dataset
+    of_v1 = d.v1_strategy().experimental_make_numpy_dataset({"x": x})
+    datasets = [make(pair).batch(4), make(listed).batch(4), of_v1.batch(5)]
+    return [elements(d, d.distribute(dataset)) for dataset in datasets]
 
 
 @iterating.differs(

@@ -10,11 +10,16 @@ section = Section("reduce_to, batch_reduce_to, broadcast_to")
 
 @section.program
 def reduce_to_itself(d):
-    """To the value itself: a Mirrored on all replicas."""
-    x = d.arrays(lambda i: [i, 1.0])
-    total = d.strategy.extended.reduce_to("SUM", x, x)
-    mean = d.strategy.extended.reduce_to(d.dist.ReduceOp.MEAN, x, x)
-    return d.kind(total), d.replicas(total), d.replicas(mean)
+    """To the value itself, or another one's devices: a Mirrored on all replicas."""
+    x, y = d.arrays(lambda i: [i, 1.0]), d.arrays(float)
+    reduce_to = d.strategy.extended.reduce_to
+    total = reduce_to("SUM", x, x)
+    mean = reduce_to(d.dist.ReduceOp.MEAN, x, x)
+    other = reduce_to("SUM", y, x)
+    options = d.experimental.CommunicationOptions(bytes_per_pack=8)
+    with_options = reduce_to("SUM", y, y, options)
+    values = (total, mean, other, with_options)
+    return d.kind(total), *(d.replicas(value) for value in values)
 
 
 @section.program
@@ -42,13 +47,6 @@ def reduce_to_device(d):
     device = d.strategy.extended.worker_devices[0]
     result = d.strategy.extended.reduce_to("SUM", x, device)
     return d.coordinator(d.numbers(result))
-
-
-@section.program
-def reduce_to_other_value(d):
-    """To the devices of another distributed value."""
-    x, y = d.arrays(float), d.arrays(lambda i: [1.0])
-    return d.replicas(d.strategy.extended.reduce_to("SUM", x, y))
 
 
 @section.differs(
@@ -100,14 +98,6 @@ def reduce_to_experimental_hints(d):
             )
         )
     )
-
-
-@section.program
-def reduce_to_options(d):
-    """`options` as the fourth argument."""
-    x = d.arrays(float)
-    options = d.experimental.CommunicationOptions(bytes_per_pack=8)
-    return d.replicas(d.strategy.extended.reduce_to("SUM", x, x, options))
 
 
 @section.program
@@ -192,25 +182,13 @@ def batch_reduce_to_mirrored_sum(d):
 
 @section.program
 def broadcast_to_variable(d):
-    """An array to the devices of a variable: a Mirrored."""
+    """An array to the devices of a variable: a Mirrored, which can be assigned."""
     v = d.in_scope([0.0, 0.0])
     result = d.strategy.extended.broadcast_to(d.array([1.0, 2.0]), v)
-    return d.kind(result), d.replicas(result), d.copies(v)
-
-
-@section.program
-def broadcast_to_numbers(d):
-    """Python numbers come back as they are."""
-    v = d.in_scope(0.0)
-    return [d.strategy.extended.broadcast_to(x, v) for x in (1, 2.5)]
-
-
-@section.program
-def broadcast_to_then_assign(d):
-    """What it gives can be assigned."""
-    v = d.in_scope([0.0, 0.0])
-    v.assign(d.strategy.extended.broadcast_to(d.array([1.0, 2.0]), v))
-    return d.copies(v)
+    numbers = [d.strategy.extended.broadcast_to(x, v) for x in (1, 2.5)]
+    before = d.copies(v)
+    v.assign(result)
+    return d.kind(result), d.replicas(result), before, numbers, d.copies(v)
 
 
 # --- update ---------------------------------------------------------------------------
@@ -363,29 +341,13 @@ def update_on_read(d):
 
 @updating.program
 def update_non_slot(d):
-    """`update_non_slot` runs the function once for each device."""
+    """It runs the function once for each device; with `group=False` gives a tuple."""
+    update = d.strategy.extended.update_non_slot
     devices = d.strategy.extended.non_slot_devices([])
-    result = d.strategy.extended.update_non_slot(
-        devices, lambda x, y: x + y, args=(d.array(1.0), 2.0)
-    )
-    return d.replicas(result)
-
-
-@updating.program
-def update_non_slot_nothing(d):
-    """A function without a result."""
-    devices = d.strategy.extended.non_slot_devices([])
-    return d.strategy.extended.update_non_slot(devices, lambda: None)
-
-
-@updating.program
-def update_non_slot_ungrouped(d):
-    """With `group=False` the results come as a tuple."""
-    devices = d.strategy.extended.non_slot_devices([])
-    result = d.strategy.extended.update_non_slot(
-        devices, lambda: d.array(4.0), group=False
-    )
-    return type(result).__name__, result[0]
+    total = update(devices, lambda x, y: x + y, args=(d.array(1.0), 2.0))
+    parts = update(devices, lambda: d.array(4.0), group=False)
+    nothing = update(devices, lambda: None)
+    return d.replicas(total), nothing, type(parts).__name__, parts[0]
 
 
 @updating.program
@@ -594,20 +556,14 @@ def value_context_text(d):
 
 @others.program
 def input_context(d):
-    """InputContext: its numbers and defaults."""
+    """InputContext: numbers, defaults, and batch sizes, which divide exactly."""
     context = d.dist.InputContext(3, 1, 6)
     default = d.dist.InputContext()
     return [
-        [c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync]
-        for c in (context, default)
-    ]
-
-
-@others.program
-def input_context_batch_size(d):
-    """get_per_replica_batch_size divides exactly, or raises a ValueError."""
-    context = d.dist.InputContext(3, 1, 6)
-    return [
+        *(
+            [c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync]
+            for c in (context, default)
+        ),
         context.get_per_replica_batch_size(12),
         d.attempt(lambda: context.get_per_replica_batch_size(13)),
     ]
@@ -692,15 +648,6 @@ def distribute_values(d):
         lambda context: d.array([10.0 - int(context.replica_id_in_sync_group)])
     )
     return d.kind(values), d.replicas(values)
-
-
-@others.program
-def distribute_values_total(d):
-    """The page's example: each value is the number of replicas."""
-    values = d.strategy.experimental_distribute_values_from_function(
-        lambda context: d.array(context.num_replicas_in_sync, "int32")
-    )
-    return d.strategy.reduce("SUM", values, axis=None)
 
 
 @others.differs(

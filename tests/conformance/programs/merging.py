@@ -52,30 +52,21 @@ def merge_fn_of_replica_0(d):
 
 @section.program
 def merge_result_per_replica(d):
-    """A PerReplica in the result is scattered."""
-    return d.run(lambda: d.merge(lambda strategy, x: x, d.own(float)))
+    """A PerReplica in the result, made there or by a nested `run` too, is scattered."""
 
-
-@section.program
-def merge_result_made_there(d):
-    """A PerReplica that merge_fn makes from plain values is scattered."""
-
-    def merge_fn(strategy):
+    def made_there(strategy):
         return strategy.experimental_distribute_values_from_function(
             lambda c: d.array([10.0 * int(c.replica_id_in_sync_group)])
         )
 
-    return d.run(lambda: d.merge(merge_fn))
-
-
-@section.program
-def merge_result_from_run(d):
-    """What a nested `run` returns goes to each replica."""
-
-    def merge_fn(strategy, x):
+    def from_run(strategy, x):
         return strategy.run(lambda a: a * 2, args=(x,))
 
-    return d.run(lambda: d.merge(merge_fn, d.own(float)))
+    return [
+        d.run(lambda: d.merge(lambda strategy, x: x, d.own(float))),
+        d.run(lambda: d.merge(made_there)),
+        d.run(lambda: d.merge(from_run, d.own(float))),
+    ]
 
 
 @section.program
@@ -104,9 +95,20 @@ def merge_result_nest(d):
 
 
 @section.program
-def merge_result_plain(d):
-    """A plain array, a string and None go to all replicas."""
-    return d.run(lambda: d.merge(lambda strategy: [d.array([1.0, 2.0]), "text", None]))
+def merge_plain_values(d):
+    """Plain results go to all replicas; plain arguments, also in a list, arrive."""
+
+    def fn():
+        context = d.dist.get_replica_context()
+        return context.merge_call(lambda s, a, b: [a, b], args=["x", "y"], kwargs=None)
+
+    given = (None, "text", ["a", None])
+    return [
+        d.run(lambda: d.merge(lambda strategy: [d.array([1.0, 2.0]), "text", None])),
+        d.run(lambda: d.merge(lambda strategy: None)),
+        d.run(lambda: d.merge(lambda strategy, *args: list(args), *given)),
+        d.run(fn),
+    ]
 
 
 @section.program
@@ -114,12 +116,6 @@ def merge_result_variable(d):
     """A variable in the result arrives as itself."""
     v = d.in_scope(1.0)
     return d.run(lambda: d.merge(lambda strategy: v) is v)
-
-
-@section.program
-def merge_result_none(d):
-    """A merge_fn without a result gives None."""
-    return d.run(lambda: d.merge(lambda strategy: None))
 
 
 @section.program
@@ -146,45 +142,23 @@ def merge_args_kinds(d):
 
 @section.program
 def merge_args_local_results(d):
-    """experimental_local_results has the components of all replicas there."""
+    """Local results, and `values`, have all components there; of a nest, nests."""
 
-    def merge_fn(strategy, x):
+    def local(strategy, x):
         rows = strategy.experimental_local_results(x)
         return len(rows), d.stack(list(rows))
 
-    return d.run(lambda: d.merge(merge_fn, d.own(lambda i: [i, 2.0 * i])))
-
-
-@section.program
-def merge_args_values(d):
-    """`values` of the PerReplica has the components of all replicas there."""
-
-    def merge_fn(strategy, x):
+    def values(strategy, x):
         return len(x.values), d.stack(list(x.values))
 
-    return d.run(lambda: d.merge(merge_fn, d.own(float)))
-
-
-@section.program
-def merge_args_nest_local_results(d):
-    """Of a nest they are one nest for each replica."""
-
-    def merge_fn(strategy, tree):
+    def nest(strategy, tree):
         return strategy.experimental_local_results(tree)
 
-    def fn():
-        x = d.own(float)
-        return d.merge(merge_fn, {"a": x, "b": [x + 1]})
-
-    return d.run(fn)
-
-
-@section.program
-def merge_args_other_objects(d):
-    """None, and equal strings, arrive unchanged."""
-    return d.run(
-        lambda: d.merge(lambda strategy, *args: list(args), None, "text", ["a", None])
-    )
+    return [
+        d.run(lambda: d.merge(local, d.own(lambda i: [i, 2.0 * i]))),
+        d.run(lambda: d.merge(values, d.own(float))),
+        d.run(lambda: d.merge(nest, {"a": d.own(float), "b": [d.own(float) + 1]})),
+    ]
 
 
 @section.program
@@ -216,32 +190,6 @@ def merge_args_same_array(d):
         return strategy.reduce("MEAN", x, axis=None)
 
     return d.run(lambda: d.merge(merge_fn, outer))
-
-
-@section.program
-def merge_args_no_tuple(d):
-    """Arguments may be a list; kwargs None."""
-
-    def fn():
-        context = d.dist.get_replica_context()
-        return context.merge_call(lambda s, a, b: [a, b], args=["x", "y"], kwargs=None)
-
-    return d.run(fn)
-
-
-@section.program
-def merge_several(d):
-    """Several merge_calls in sequence."""
-
-    def fn():
-        x = d.own(float)
-        for _ in range(3):
-            x = d.merge(
-                lambda strategy, y: strategy.extended.reduce_to("MEAN", y, y), x
-            ) + d.own(float)
-        return x
-
-    return d.run(fn)
 
 
 @section.program
@@ -404,31 +352,6 @@ def merge_update_result(d):
         return strategy.extended.update(v, lambda w: w + 1)
 
     return d.run(lambda: d.merge(merge_fn))
-
-
-@section.program
-def merge_assign(d):
-    """Assigning a plain value in merge_fn changes all copies."""
-    v = d.in_scope(1.0)
-
-    def merge_fn(strategy):
-        v.assign(5.0)
-        v.assign_add(1.0)
-        return v.read_value()
-
-    return d.run(lambda: d.merge(merge_fn)), d.copies(v)
-
-
-@section.program
-def merge_assign_mirrored(d):
-    """Assigning a Mirrored in merge_fn changes all copies."""
-    v = d.in_scope(1.0)
-
-    def merge_fn(strategy, x):
-        v.assign_add(strategy.extended.reduce_to("SUM", x, v))
-
-    d.strategy.run(lambda: d.merge(merge_fn, d.own(float)))
-    return d.copies(v)
 
 
 @section.program

@@ -67,12 +67,6 @@ def all_reduce_other_dtypes(d):
 
 
 @section.program
-def all_reduce_scalar(d):
-    """A scalar."""
-    return d.run(lambda: all_reduce(d, "SUM", d.own(lambda i: i + 0.5)))
-
-
-@section.program
 def all_reduce_names(d):
     """The operation as an enum, and by its name in any case."""
     ops = [d.dist.ReduceOp.SUM, "SUM", "sum", "Mean", d.dist.ReduceOp.MEAN]
@@ -249,26 +243,6 @@ def all_reduce_empty_array(d):
 
 
 @section.program
-def all_reduce_of_variable_value(d):
-    """What a variable holds can be all-reduced."""
-    v = d.in_scope([1.0, 2.0])
-    return d.run(lambda: all_reduce(d, "SUM", v.read_value()))
-
-
-@section.program
-def all_reduce_several(d):
-    """Several in sequence, each of the result of the one before."""
-
-    def fn():
-        x = d.own(lambda i: i + 1.0)
-        total = all_reduce(d, "SUM", x)
-        share = x / total
-        return share, all_reduce(d, "SUM", share), all_reduce(d, "MEAN", total)
-
-    return d.run(fn)
-
-
-@section.program
 def all_reduce_options(d):
     """`CommunicationOptions` for the call, positional and by name."""
     options = d.experimental.CommunicationOptions(bytes_per_pack=64)
@@ -391,41 +365,34 @@ def all_gather_negative_axis(d):
     )
 
 
-@gathering.program
-def all_gather_scalar(d):
-    """A scalar cannot be gathered."""
-    result = d.attempt(lambda: d.strategy.run(lambda: all_gather(d, d.own(float), 0)))
-    return isinstance(result, Raised)
+NOT_GATHERED = {
+    "scalar": ("A scalar cannot be gathered.", float, 0),
+    "bad_axis": ("An axis that does not exist.", lambda i: [1.0], 1),
+    "other_dimension_differs": (
+        "Another dimension differs: an error.",
+        lambda i: [[1.0] * (i + 1)],
+        0,
+    ),
+    "ranks_differ": (
+        "Arrays of one and of two dimensions: an error.",
+        lambda i: [1.0] if i == 0 else [[1.0]],
+        0,
+    ),
+}
 
 
-@gathering.program
-def all_gather_bad_axis(d):
-    """An axis that does not exist."""
-    result = d.attempt(
-        lambda: d.strategy.run(lambda: all_gather(d, d.own(lambda i: [1.0]), 1))
-    )
-    return isinstance(result, Raised)
-
-
-@gathering.program
-def all_gather_other_dimension_differs(d):
-    """Another dimension differs: an error."""
-    result = d.attempt(
-        lambda: d.strategy.run(
-            lambda: all_gather(d, d.own(lambda i: [[1.0] * (i + 1)]), 0)
+def _not_gathered(name, what, value, axis):
+    def function(d):
+        result = d.attempt(
+            lambda: d.strategy.run(lambda: all_gather(d, d.own(value), axis))
         )
-    )
-    return isinstance(result, Raised)
+        return isinstance(result, Raised)
+
+    gathering.add(f"all_gather_{name}", what, function)
 
 
-@gathering.program
-def all_gather_ranks_differ(d):
-    """Arrays of one and of two dimensions: an error."""
-
-    def fn():
-        return all_gather(d, d.own(lambda i: [1.0] if i == 0 else [[1.0]]), 0)
-
-    return isinstance(d.attempt(lambda: d.strategy.run(fn)), Raised)
+for _name, _case in NOT_GATHERED.items():
+    _not_gathered(_name, *_case)
 
 
 @gathering.program
@@ -437,30 +404,14 @@ def gather_axes(d):
 
 
 @gathering.program
-def gather_uneven(d):
-    """Sizes that differ along the axis."""
-    x = d.arrays(lambda i: [[float(i), k] for k in range(i + 1)], "float64")
-    return d.strategy.gather(x, axis=0)
-
-
-@gathering.program
-def gather_empty_part(d):
-    """A replica without rows counts for nothing."""
-    x = d.strategy.run(lambda: d.array([[1.0, 2.0]] * 2)[: d.replica_id()])
-    return d.strategy.gather(x, axis=0)
-
-
-@gathering.program
-def gather_plain(d):
-    """A value that is not distributed comes back once."""
-    return d.strategy.gather(d.array([1.0, 2.0]), axis=0)
-
-
-@gathering.program
-def gather_in_scope(d):
-    """`gather` in the scope."""
+def gather_parts(d):
+    """Sizes that differ; a replica without rows; a plain value; in the scope."""
+    uneven = d.arrays(lambda i: [[float(i), k] for k in range(i + 1)], "float64")
+    part = d.strategy.run(lambda: d.array([[1.0, 2.0]] * 2)[: d.replica_id()])
+    values = [uneven, part, d.array([1.0, 2.0])]
+    found = [d.strategy.gather(x, axis=0) for x in values]
     with d.strategy.scope():
-        return d.strategy.gather(d.arrays(lambda i: [i], "int32"), axis=0)
+        return [*found, d.strategy.gather(d.arrays(lambda i: [i], "int32"), axis=0)]
 
 
 @gathering.program
@@ -534,24 +485,14 @@ def reduce_python_numbers(d):
 
 
 @reducing.program
-def reduce_axis_0(d):
-    """`axis=0`: each array over the axis, then over the replicas."""
+def reduce_axes(d):
+    """Each array over the axis, then over the replicas; -1 is the last axis."""
     x = d.arrays(lambda i: [[i, 1.0], [2.0, 3.0]])
-    return [d.strategy.reduce(op, x, axis=0) for op in ("SUM", "MEAN")]
-
-
-@reducing.program
-def reduce_axis_1(d):
-    """`axis=1`."""
-    x = d.arrays(lambda i: [[i, 1.0], [2.0, 3.0]], "float64")
-    return [d.strategy.reduce(op, x, axis=1) for op in ("SUM", "MEAN")]
-
-
-@reducing.program
-def reduce_axis_negative(d):
-    """Negative axes count from the end."""
-    x = d.arrays(lambda i: [[i, 1.0], [2.0, 3.0]])
-    return [d.strategy.reduce(op, x, axis=-1) for op in ("SUM", "MEAN")]
+    y = d.arrays(lambda i: [[i, 1.0], [2.0, 3.0]], "float64")
+    return [
+        [d.strategy.reduce(op, value, axis=axis) for op in ("SUM", "MEAN")]
+        for value, axis in ((x, 0), (y, 1), (x, -1))
+    ]
 
 
 @reducing.program
@@ -567,57 +508,41 @@ def reduce_axis_tuple(d):
 
 @reducing.program
 def reduce_uneven(d):
-    """Batches of other sizes: MEAN divides by the rows of all replicas."""
-    x = d.arrays(lambda i: [float(10 * i + k) for k in range(i + 1)])
-    return [d.strategy.reduce(op, x, axis=0) for op in ("SUM", "MEAN")]
+    """MEAN divides by the rows of all replicas, of which one may have none."""
+    values = [
+        d.arrays(lambda i: [float(10 * i + k) for k in range(i + 1)]),
+        d.arrays(lambda i: [[i, 1.0]] * (i + 1)),
+        d.strategy.run(lambda: d.array([1.0, 2.0, 6.0])[: 2 * d.replica_id()]),
+        d.arrays(lambda i: [i, 1, 1], "int32"),
+    ]
+    return [
+        [d.strategy.reduce(op, x, axis=0) for op in ("SUM", "MEAN")] for x in values
+    ]
 
 
 @reducing.program
-def reduce_uneven_rows(d):
-    """The same with rows."""
-    x = d.arrays(lambda i: [[i, 1.0]] * (i + 1))
-    return [d.strategy.reduce(op, x, axis=0) for op in ("SUM", "MEAN")]
-
-
-@reducing.program
-def reduce_empty_replica(d):
-    """A replica without rows counts 0."""
-    x = d.strategy.run(lambda: d.array([1.0, 2.0, 6.0])[: 2 * d.replica_id()])
-    return [d.strategy.reduce(op, x, axis=0) for op in ("SUM", "MEAN")]
-
-
-@reducing.program
-def reduce_ints_axis(d):
-    """MEAN of integers over an axis."""
-    x = d.arrays(lambda i: [i, 1, 1], "int32")
-    return [d.strategy.reduce(op, x, axis=0) for op in ("SUM", "MEAN")]
-
-
-@reducing.program
-def reduce_axis_out_of_range(d):
-    """An axis that does not exist is a ValueError."""
+def reduce_bad_axis(d):
+    """An axis that does not exist, also of scalars, or of a bad type; and none."""
     x = d.arrays(lambda i: [1.0, 2.0])
-    return d.attempt(lambda: d.strategy.reduce("SUM", x, axis=1))
+    found = [
+        d.attempt(lambda: d.strategy.reduce("SUM", x, axis=1)),
+        d.attempt(lambda: d.strategy.reduce("MEAN", x, axis="0")),
+        d.attempt(lambda: d.strategy.reduce("SUM", x)),
+    ]
+    scalars = d.attempt(lambda: d.strategy.reduce("SUM", d.arrays(float), axis=0))
+    return [*found, isinstance(scalars, Raised)]
 
 
 @reducing.program
-def reduce_axis_of_bad_type(d):
-    """An axis that is neither an int nor a tuple is a TypeError."""
-    x = d.arrays(lambda i: [1.0, 2.0])
-    return d.attempt(lambda: d.strategy.reduce("MEAN", x, axis="0"))
-
-
-@reducing.program
-def reduce_scalars_axis_0(d):
-    """Scalars have no axis 0."""
-    x = d.arrays(float)
-    return isinstance(d.attempt(lambda: d.strategy.reduce("SUM", x, axis=0)), Raised)
-
-
-@reducing.program
-def reduce_plain_mean(d):
-    """MEAN of a value that is not distributed gives it back."""
-    return d.strategy.reduce("MEAN", d.array([1.0, 2.0]), axis=None)
+def reduce_mean_of_the_same(d):
+    """MEAN of a plain value, a Mirrored and a mirrored variable gives the value."""
+    x, v = d.array([1.0, 2.0]), d.in_scope([1.0, 2.0])
+    return [
+        d.strategy.reduce("MEAN", x, axis=None),
+        d.attempt(lambda: d.strategy.reduce("MEAN", x, axis=0)),
+        d.numbers(d.strategy.reduce("MEAN", d.mirrored([1.0, 2.0]), axis=None)),
+        d.numbers(d.strategy.reduce("MEAN", v, axis=None)),
+    ]
 
 
 @reducing.program
@@ -640,18 +565,6 @@ def reduce_plain_sum_axis(d):
     return d.attempt(lambda: d.strategy.reduce("SUM", d.array([1.0, 2.0]), axis=0))
 
 
-@reducing.program
-def reduce_plain_mean_axis(d):
-    """MEAN over an axis of a value that is not distributed."""
-    return d.attempt(lambda: d.strategy.reduce("MEAN", d.array([1.0, 2.0]), axis=0))
-
-
-@reducing.program
-def reduce_mirrored_mean(d):
-    """MEAN of a Mirrored gives its value."""
-    return d.numbers(d.strategy.reduce("MEAN", d.mirrored([1.0, 2.0]), axis=None))
-
-
 @reducing.differs(
     "TensorFlow has no message.",
     tensorflow=Raised("AssertionError"),
@@ -661,13 +574,6 @@ def reduce_mirrored_sum(d):
     """SUM of a Mirrored."""
     m = d.mirrored([1.0, 2.0])
     return d.attempt(lambda: d.numbers(d.strategy.reduce("SUM", m, axis=None)))
-
-
-@reducing.program
-def reduce_mirrored_variable_mean(d):
-    """MEAN of a mirrored variable gives its value."""
-    v = d.in_scope([1.0, 2.0])
-    return d.numbers(d.strategy.reduce("MEAN", v, axis=None))
 
 
 @reducing.differs(
@@ -742,13 +648,6 @@ def reduce_min_max(d):
             d.strategy.reduce("MAX", x, axis=0),
         ]
     )
-
-
-@reducing.program
-def reduce_needs_axis(d):
-    """`axis` has no default."""
-    x = d.arrays(float)
-    return d.attempt(lambda: d.strategy.reduce("SUM", x))
 
 
 @reducing.program

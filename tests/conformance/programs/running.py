@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 
-from conformance.registry import Section
+from conformance.registry import Section, differs
 from conformance.results import Raised
 
 section = Section("run")
@@ -14,9 +14,14 @@ Point = collections.namedtuple("Point", ["x", "y"])
 
 
 @section.program
-def run_none(d):
-    """A function without a result gives None."""
-    return d.strategy.run(lambda: None)
+def run_plain_results(d):
+    """None, equal strings and empty containers come back; `options` has no effect."""
+    return [
+        d.strategy.run(lambda: None),
+        d.strategy.run(lambda: None, options=None),
+        d.strategy.run(lambda: "text"),
+        d.strategy.run(lambda: {"a": [], "b": (), "c": {}}),
+    ]
 
 
 @section.program
@@ -52,12 +57,6 @@ def run_nest(d):
         [type(result[k]).__name__ for k in "abd"],
         d.replicas(result),
     ]
-
-
-@section.program
-def run_strings_equal(d):
-    """A string that is the same on all replicas comes back unchanged."""
-    return d.strategy.run(lambda: "text")
 
 
 @section.program
@@ -167,18 +166,15 @@ def run_kwargs(d):
 
 
 @section.program
-def run_options(d):
-    """`options` is taken, and has no effect."""
-    return d.strategy.run(lambda: None, options=None)
-
-
-@section.program
-def run_args_no_tuple(d):
-    """Arguments that are neither a list nor a tuple are a ValueError."""
-    return d.attempt(
-        lambda: d.strategy.run(lambda x: x, args=3),
-        says="positional args must be a list or tuple, got <class 'int'>",
-    )
+def run_wrong_arguments(d):
+    """Arguments that are no list or tuple, and a function that cannot be called."""
+    return [
+        d.attempt(
+            lambda: d.strategy.run(lambda x: x, args=3),
+            says="positional args must be a list or tuple, got <class 'int'>",
+        ),
+        isinstance(d.attempt(lambda: d.strategy.run(3)), Raised),
+    ]
 
 
 @section.program
@@ -192,12 +188,6 @@ def run_other_callables(d):
     x = d.arrays(float)
     partial = functools.partial(lambda a, b: a - b, b=1.0)
     return d.run(partial, x), d.run(Adder(), x)
-
-
-@section.program
-def run_not_callable(d):
-    """An argument that is not a function is an error."""
-    return isinstance(d.attempt(lambda: d.strategy.run(3)), Raised)
 
 
 @section.program
@@ -252,100 +242,56 @@ def run_raises_own_class(d):
     return d.attempt(lambda: d.strategy.run(fn), says="mine")
 
 
-@section.differs(
-    "mpidist shows both structures, on all ranks.",
-    tensorflow=Raised("AssertionError"),
-    mpidist=Raised("CollectiveMismatchError"),
-)
-def run_structures_differ(d):
-    """Replicas return a list and a tuple."""
-
-    def fn():
-        x = d.own(float)
-        return [x] if d.replica_id() == 0 else (x,)
-
-    return d.attempt(lambda: d.strategy.run(fn))
+STRUCTURES = {
+    "structures": ("a list and a tuple", lambda i, x: [x] if i == 0 else (x,)),
+    "lengths": ("lists of other lengths", lambda i, x: [x] * (1 + i)),
+    "keys": ("dicts with other keys", lambda i, x: {f"key{i}": x}),
+}
 
 
-@section.differs(
-    "mpidist shows both structures, on all ranks.",
-    tensorflow=Raised("AssertionError"),
-    mpidist=Raised("CollectiveMismatchError"),
-)
-def run_lengths_differ(d):
-    """Replicas return lists of other lengths."""
+def _differ(name, what, make):
+    def function(d):
+        return d.attempt(
+            lambda: d.strategy.run(lambda: make(d.replica_id(), d.own(float)))
+        )
 
-    def fn():
-        x = d.own(float)
-        return [x] * (1 + d.replica_id())
-
-    return d.attempt(lambda: d.strategy.run(fn))
-
-
-@section.differs(
-    "mpidist shows both structures, on all ranks.",
-    tensorflow=Raised("AssertionError"),
-    mpidist=Raised("CollectiveMismatchError"),
-)
-def run_keys_differ(d):
-    """Replicas return dicts with other keys."""
-    return d.attempt(
-        lambda: d.strategy.run(lambda: {f"key{d.replica_id()}": d.own(float)})
+    section.add(
+        f"run_{name}_differ",
+        f"Replicas return {what}.",
+        function,
+        differs(
+            "mpidist shows both structures, on all ranks.",
+            tensorflow=Raised("AssertionError"),
+            mpidist=Raised("CollectiveMismatchError"),
+        ),
     )
 
 
-@section.program
-def run_none_on_one(d):
-    """None on one replica, an array on the others."""
-    return d.run(lambda: None if d.replica_id() == 0 else d.own(float))
+for _name, (_what, _make) in STRUCTURES.items():
+    _differ(_name, _what, _make)
 
 
 @section.program
-def run_types_differ(d):
-    """A string on one replica, arrays on the others."""
-    return d.run(lambda: "text" if d.replica_id() == 0 else d.own(float))
-
-
-@section.program
-def run_shapes_differ(d):
-    """Arrays may differ in shape and dtype between replicas."""
-    return d.run(
-        lambda: d.array([1] * d.replica_id(), ["int32", "float64"][d.replica_id() % 2])
-    )
-
-
-@section.program
-def run_empty_containers(d):
-    """Empty lists, tuples and dicts come back."""
-    return d.strategy.run(lambda: {"a": [], "b": (), "c": {}})
+def run_results_differ(d):
+    """None or a string on one replica; arrays of other shapes and dtypes."""
+    dtypes = ["int32", "float64"]
+    return [
+        d.run(lambda: None if d.replica_id() == 0 else d.own(float)),
+        d.run(lambda: "text" if d.replica_id() == 0 else d.own(float)),
+        d.run(lambda: d.array([1] * d.replica_id(), dtypes[d.replica_id() % 2])),
+    ]
 
 
 @section.program
 def run_captured_per_replica(d):
-    """A PerReplica that the function closes over stays one; it has no operators."""
-    x = d.arrays(float)
-    return d.run(lambda: [d.kind(x), d.refused(lambda: x + 1)])
-
-
-@section.program
-def run_captured_per_replica_converted(d):
-    """Converted to an array in the function it gives the replica's component."""
-    x = d.arrays(lambda i: [i, 1.0])
-    return d.run(lambda: d.convert(x))
-
-
-@section.program
-def per_replica_has_no_operators(d):
-    """A PerReplica has no operators in cross-replica context either."""
-    x = d.arrays(float)
-    return d.attempt(lambda: x + 1)
-
-
-@section.program
-def per_replica_converted_outside(d):
-    """Converting a PerReplica outside a replica function is an error."""
-    x = d.arrays(float)
-    return isinstance(d.attempt(lambda: d.convert(x)), Raised)
+    """A PerReplica has no operators; only in a replica function it can be converted."""
+    x, y = d.arrays(float), d.arrays(lambda i: [i, 1.0])
+    return [
+        d.run(lambda: [d.kind(x), d.refused(lambda: x + 1)]),
+        d.run(lambda: d.convert(y)),
+        d.attempt(lambda: x + 1),
+        isinstance(d.attempt(lambda: d.convert(x)), Raised),
+    ]
 
 
 @section.program

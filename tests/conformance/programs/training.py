@@ -138,20 +138,13 @@ def average_loss(d):
 
 @optimizing.program
 def average_loss_weighted(d):
-    """compute_average_loss with sample weights."""
-    return d.run(
-        lambda: d.average_loss(
-            d.own(lambda i: [i, 1.0]),
-            sample_weight=d.array([0.5, 2.0]),
-            global_batch_size=4,
-        )
-    )
+    """compute_average_loss with sample weights; and without a size, on even batches."""
 
+    def share(**options):
+        return d.run(lambda: d.average_loss(d.own(lambda i: [i, 1.0]), **options))
 
-@optimizing.program
-def average_loss_even(d):
-    """compute_average_loss without a size, on even batches."""
-    return d.run(lambda: d.average_loss(d.own(lambda i: [i, 1.0])))
+    weights = d.array([0.5, 2.0])
+    return [share(sample_weight=weights, global_batch_size=4), share()]
 
 
 @optimizing.differs(

@@ -326,16 +326,6 @@ def on_read_as_metric(d):
 
 
 @reading.program
-def on_read_reset(d):
-    """Assigning zero in cross-replica context resets all copies."""
-    v = d.on_read(0.0, "SUM")
-    d.each(lambda: v.assign_add(d.own(lambda i: i + 1.0)))
-    with d.strategy.scope():
-        v.assign(d.array(0.0))
-    return d.copies(v)
-
-
-@reading.program
 def on_read_of_local_values(d):
     """In the replica function each replica sees what it wrote."""
     v = d.on_read(0.0, "MEAN")
@@ -411,6 +401,7 @@ creating = Section("Making variables")
 def variable_attributes(d):
     """Name, shape, dtype, trainable, synchronization and aggregation."""
     v = d.in_scope([[1.0, 2.0]], "float64", name="weights", trainable=False)
+    total, mean = d.on_read(1.0, "SUM"), d.on_read(1.0, "MEAN")
     return [
         v.name.split(":")[0],
         list(v.shape),
@@ -418,19 +409,11 @@ def variable_attributes(d):
         v.trainable,
         v.aggregation,
         v.distribute_strategy is d.strategy,
+        d.in_scope(1.0).trainable,
+        total.trainable,
+        total.synchronization,
+        mean.aggregation,
     ]
-
-
-@creating.program
-def variable_trainable_default(d):
-    """Trainable by default, except for sync-on-read variables."""
-    return [d.in_scope(1.0).trainable, d.on_read(1.0, "SUM").trainable]
-
-
-@creating.program
-def variable_synchronizations(d):
-    """The attribute says ON_READ for sync-on-read variables."""
-    return d.on_read(1.0, "SUM").synchronization, d.on_read(1.0, "MEAN").aggregation
 
 
 @creating.program
@@ -441,21 +424,15 @@ def variable_of_dtype(d):
 
 @creating.program
 def variable_initial_function(d):
-    """A function gives the initial value; it is called once."""
+    """A function gives the initial value of all copies; it is called once."""
     calls = []
 
     def initial():
         calls.append(1)
         return d.array([1.0, 2.0])
 
-    v = d.in_scope(initial)
-    return d.copies(v), d.coordinator(len(calls))
-
-
-@creating.program
-def variable_initial_function_on_read(d):
-    """The same for a sync-on-read variable: all copies begin with the value."""
-    return d.copies(d.on_read(lambda: d.array([1.0, 2.0]), "SUM"))
+    copies = d.copies(d.in_scope(initial))
+    return copies, d.coordinator(len(calls)), d.copies(d.on_read(initial, "SUM"))
 
 
 def _mean_of_ints(synchronization):
@@ -553,12 +530,18 @@ def assign_result_in_replica(d):
 
 
 @creating.program
-def assign_use_locking(d):
-    """`use_locking` and `name` are taken."""
-    v = d.in_scope(1.0)
-    v.assign(2.0, use_locking=True)
-    v.assign_add(1.0, False, "name")
-    return d.copies(v)
+def assign_values(d):
+    """Lists and variables can be assigned; `use_locking` and `name` are taken."""
+    v, w, x = d.in_scope([1.0, 2.0]), d.in_scope([5.0, 6.0]), d.in_scope(1.0)
+    with d.strategy.scope():
+        v.assign(w)
+        v.assign_sub(w * 2)
+    w.assign([3, 4.5])
+    x.assign(2.0, use_locking=True)
+    x.assign_add(1.0, False, "name")
+    ints = d.in_scope([1, 2], "int32", aggregation=d.Aggregation.SUM)
+    d.each(lambda: ints.assign_add(d.own(lambda i: [i, 1], "int32")))
+    return [d.copies(variable) for variable in (x, v, w, ints)]
 
 
 @creating.program
@@ -566,32 +549,6 @@ def assign_wrong_shape(d):
     """Assigning a value of another shape is a ValueError."""
     v = d.in_scope([1.0, 2.0])
     return d.attempt(lambda: v.assign(d.array([1.0, 2.0, 3.0]))), d.copies(v)
-
-
-@creating.program
-def assign_variable(d):
-    """A variable can be assigned to another one."""
-    v, w = d.in_scope([1.0, 2.0]), d.in_scope([5.0, 6.0])
-    with d.strategy.scope():
-        v.assign(w)
-        v.assign_sub(w * 2)
-    return d.copies(v)
-
-
-@creating.program
-def assign_list(d):
-    """Lists of numbers can be assigned."""
-    v = d.in_scope([1.0, 2.0])
-    v.assign([3, 4.5])
-    return d.copies(v)
-
-
-@creating.program
-def assign_int_to_int(d):
-    """An int variable under SUM in a replica function."""
-    v = d.in_scope([1, 2], "int32", aggregation=d.Aggregation.SUM)
-    d.each(lambda: v.assign_add(d.own(lambda i: [i, 1], "int32")))
-    return d.copies(v)
 
 
 @creating.program
