@@ -46,6 +46,13 @@ def _run(*arguments, cwd):
     return launching.run_alone(*words, base=_environment(), cwd=cwd)
 
 
+def _run_with(end, folder):
+    """Run the program on 2 ranks with another end."""
+    text = f"{PROGRAM.rpartition('sys.exit')[0]}\n{end}"
+    (folder / "other.py").write_text(text, encoding="utf-8")
+    return _run("-n", "2", "other.py", cwd=folder)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Return a folder with a program."""
@@ -121,26 +128,20 @@ def test_signals_arrive(folder, number, from_terminal):
 
 
 def test_a_program_that_ends_mpi_itself_has_come_to_its_end(folder):
-    (folder / "finalize.py").write_text(
-        f"{PROGRAM.rpartition('sys.exit')[0]}\n"
-        "strategy.close()\nfrom mpi4py import MPI\nMPI.Finalize()\n",
-        encoding="utf-8",
-    )
-    result = _run("-n", "2", "finalize.py", cwd=folder)
+    end = "strategy.close()\nfrom mpi4py import MPI\nMPI.Finalize()\n"
+    result = _run_with(end, folder)
     assert (result.returncode, result.stderr.count("\n")) == (0, 1), result
 
 
 @pytest.mark.core
 def test_a_rank_that_leaves_the_job_with_code_0_is_a_failure(folder):
     """MPICH's mpirun ends all ranks then, says nothing, and returns 0."""
-    (folder / "leave.py").write_text(
-        f"{PROGRAM.rpartition('sys.exit')[0]}\n"
+    end = (
         "if strategy.replica_id == 1:\n"
         "    os._exit(0)\n"
-        "strategy.run(lambda: mpidist.get_replica_context().all_reduce('SUM', 1.0))\n",
-        encoding="utf-8",
+        "strategy.run(lambda: mpidist.get_replica_context().all_reduce('SUM', 1.0))\n"
     )
-    result = _run("-n", "2", "leave.py", cwd=folder)
+    result = _run_with(end, folder)
     assert result.returncode != 0
     version = run_command.version_of(run_command.find_mpirun())
     if "Open MPI" not in version and "Intel" not in version:
@@ -150,13 +151,18 @@ def test_a_rank_that_leaves_the_job_with_code_0_is_a_failure(folder):
         assert any(text in result.stderr for text in known), result.stderr
 
 
-def test_a_dry_run_prints_the_command(folder, monkeypatch, capsys):
+@pytest.fixture
+def dry(folder, monkeypatch, capsys):
+    """Return a function that returns the command that `run` would start."""
     monkeypatch.chdir(folder)
-    assert run_command.run(["-n", "64", "--dry-run", "program.py", "-x"]) == 0
-    line = capsys.readouterr().err
-    assert line.startswith("mpidist run: ")
-    words = shlex.split(line.removeprefix("mpidist run: "))
-    assert words[-5:] == ["-n", "64", sys.executable, "program.py", "-x"]
+
+    def dry(*words):
+        assert _cli.main(["run", "--dry-run", *words]) == 0
+        line = capsys.readouterr().err
+        assert line.startswith("mpidist run: ")
+        return shlex.split(line.removeprefix("mpidist run: "))
+
+    return dry
 
 
 @pytest.mark.parametrize(
@@ -168,46 +174,26 @@ def test_a_dry_run_prints_the_command(folder, monkeypatch, capsys):
         ["python3", "-n", "2", "program.py", "x"],
     ],
 )
-def test_what_is_written_as_for_mpirun_works(words, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    assert _cli.main(["run", "--dry-run", *words]) == 0
-    words = shlex.split(capsys.readouterr().err)
-    assert words[-5:] == ["-n", "2", sys.executable, "program.py", "x"]
+def test_what_is_written_as_for_mpirun_works(words, dry):
+    assert dry(*words)[-5:] == ["-n", "2", sys.executable, "program.py", "x"]
 
 
-def test_another_python_is_not_started(folder, monkeypatch):
-    other = folder / "python9.9"
-    other.write_text("#!/bin/sh\n", encoding="utf-8")
-    other.chmod(0o755)
-    with pytest.raises(UsageError) as caught:
-        run_command.run(["-n", "2", str(other), "program.py"])
-    assert f"got {str(other)!r}, another Python than this one" in str(caught.value)
-    assert f"`{other} -m mpidist run -n 2 program.py`" in str(caught.value)
-
-
-def test_a_folder_with_a_main_file_is_a_program(folder, monkeypatch, capsys):
-    (folder / "app").mkdir()
-    with pytest.raises(UsageError, match="which is not there; write `-m`"):
-        run_command.run(["--dry-run", str(folder / "app")])
-    (folder / "app" / "__main__.py").write_text("", encoding="utf-8")
-    assert run_command.run(["--dry-run", str(folder / "app")]) == 0
-
-
-@pytest.mark.parametrize("options", [[], ["-n", "2"]])
-def test_everything_after_the_program_is_the_program_s(
-    options, folder, monkeypatch, capsys
-):
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize("options", [[], ["-n", "64"]])
+def test_everything_after_the_program_is_the_program_s(options, dry):
+    """Without a number there is a rank for each core."""
     words = ["program.py", "--", "-n", "9", "--dry-run", "--", "x"]
-    assert _cli.main(["run", "--dry-run", *options, *words]) == 0
-    assert shlex.split(capsys.readouterr().err)[-len(words) :] == words
+    n = options[-1] if options else str(run_command.count_cores())
+    start = ["-n", n, sys.executable]
+    assert dry(*options, *words)[-len(start + words) :] == start + words
 
 
-def test_without_a_number_there_is_a_rank_for_each_core(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    run_command.run(["--dry-run", "program.py"])
-    words = shlex.split(capsys.readouterr().err)
-    assert words[words.index("-n") + 1] == str(run_command.count_cores())
+def test_a_folder_with_a_main_file_is_a_program(folder, dry):
+    app = folder / "app"
+    app.mkdir()
+    with pytest.raises(UsageError, match="which is not there; write `-m`"):
+        run_command.run(["--dry-run", str(app)])
+    (app / "__main__.py").write_text("", encoding="utf-8")
+    assert dry(str(app))[-1] == str(app)
 
 
 @pytest.mark.parametrize(
@@ -215,12 +201,20 @@ def test_without_a_number_there_is_a_rank_for_each_core(folder, monkeypatch, cap
     [
         (["-n", "0", "program.py"], "expected N to be at least 1, got 0"),
         (["-n", "two", "program.py"], "invalid int value: 'two'"),
+        (["--restarts", "-1", "program.py"], "expected K to be at least 0, got -1"),
         (["elsewhere.py"], "'elsewhere.py', which is not there; write `-m` before"),
+        (
+            ["-n", "2", "./python9.9", "program.py"],
+            "got './python9.9', another Python than this one",
+        ),
+        (["./python9.9"], "`./python9.9 -m mpidist run -n 2 program.py`"),
         ([], "required: PROGRAM"),
     ],
 )
 def test_bad_arguments(arguments, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
+    (folder / "python9.9").write_text("#!/bin/sh\n", encoding="utf-8")
+    (folder / "python9.9").chmod(0o755)
     with pytest.raises(UsageError) as caught:
         run_command.run(arguments)
     assert message in str(caught.value)
@@ -234,31 +228,34 @@ def test_a_rank_does_not_start_ranks(folder, monkeypatch):
         run_command.run(["-n", "2", "program.py"])
 
 
-def test_what_is_added_to_the_environment(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    many = run_command.count_cores() + 1
-    added = run_command.settings(many, OPEN_MPI, {})
-    assert added["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
-    assert added["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
-    assert added["OMP_NUM_THREADS"] == "1"
-    # What is set stays; a batch job's nodes are counted by its scheduler.
-    added = run_command.settings(
-        many, OPEN_MPI, {"SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "3"}
-    )
-    assert "PRTE_MCA_rmaps_default_mapping_policy" not in added
-    assert "OMP_NUM_THREADS" not in added
-    # mpirun of several hosts ends when one is cut off.
-    assert added["PRTE_MCA_oob_tcp_keepalive_time"] == "60"
+@pytest.mark.parametrize("user", [0, 1000])
+def test_what_is_added_to_the_environment(monkeypatch, user):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    cores, threads = run_command.count_cores(), set(run_command.THREADS)
+    as_root = set(run_command.AS_ROOT if user == 0 else ())
+
+    def added(ranks, version=OPEN_MPI, **environment):
+        return run_command.settings(ranks, version, environment)
+
+    one, many = added(1), added(cores + 1)
+    assert set(one) == as_root | threads
+    assert one["OMP_NUM_THREADS"] == str(cores)
+    assert set(many) == as_root | threads | set(run_command.MORE_RANKS_THAN_CORES)
+    assert many["OMP_NUM_THREADS"] == "1"
+    assert many["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    # What is set stays; a batch job's nodes are counted by its scheduler, and mpirun of
+    # several hosts ends when one is cut off.
+    batch = added(cores + 1, SLURM_JOB_ID="7", OMP_NUM_THREADS="3")
+    assert set(batch) == {
+        *as_root,
+        *run_command.BETWEEN_HOSTS,
+        *(threads - {"OMP_NUM_THREADS"}),
+    }
+    assert batch["PRTE_MCA_oob_tcp_keepalive_time"] == "60"
     # Debian's, by the name that it has beside MPICH's.
-    assert "OMPI_ALLOW_RUN_AS_ROOT" in run_command.settings(
-        many, "mpirun.openmpi (OpenRTE) 4.1.4", {}
-    )
+    assert added(cores + 1, "mpirun.openmpi (OpenRTE) 4.1.4") == many
     # MPICH needs none of Open MPI's.
-    assert set(run_command.settings(many, "HYDRA", {})) == set(run_command.THREADS)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    one = run_command.settings(1, OPEN_MPI, {})
-    assert set(one) == set(run_command.THREADS)
-    assert one["OMP_NUM_THREADS"] == str(run_command.count_cores())
+    assert set(added(cores + 1, "HYDRA")) == threads
 
 
 def test_without_an_mpirun_it_says_what_to_install(tmp_path, monkeypatch):
@@ -280,16 +277,10 @@ def test_of_an_mpirun_that_is_a_script_its_program_is_started(tmp_path, monkeypa
     assert run_command.find_mpirun() == str(mpirun)
 
 
-def test_only_open_mpi_5_outlives_ranks():
-    run_command.check_elastic("mpirun (Open MPI) 5.0.11\n\nReport bugs to ...")
-    for version in ("mpirun (Open MPI) 4.1.6", "HYDRA build details:\n  Version: 4.3"):
-        with pytest.raises(
-            UsageError, match=r"needs Open MPI 5 or later.*--restarts 3"
-        ):
-            run_command.check_elastic(version)
-
-
-def test_a_number_of_restarts_below_0(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    with pytest.raises(UsageError, match="expected K to be at least 0, got -1"):
-        run_command.run(["--restarts", "-1", "program.py"])
+@pytest.mark.parametrize(
+    "version", ["mpirun (Open MPI) 4.1.6", "HYDRA build details:\n  Version: 4.3"]
+)
+def test_only_open_mpi_5_outlives_ranks(version):
+    run_command.check_elastic(f"{OPEN_MPI}\n\nReport bugs to ...")
+    with pytest.raises(UsageError, match=r"needs Open MPI 5 or later.*--restarts 3"):
+        run_command.check_elastic(version)

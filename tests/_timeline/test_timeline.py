@@ -18,9 +18,17 @@ from mpidist._timeline.files import find_parts
 on_replicas = [pytest.mark.mpi, pytest.mark.replicas(1, 2, 3), pytest.mark.core]
 
 
-def reductions_in(path):
-    spans = files.read(path).spans
-    return [span for span in spans if span.text == "all_reduce SUM float64 (10,)"]
+TEXT = "all_reduce SUM float64 (10,)"
+
+
+def merged(path):
+    """Return the timeline, on all ranks, when rank 0 has written it."""
+    everywhere(None)
+    return files.read(path)
+
+
+def reductions_in(timeline):
+    return [span for span in timeline.spans if span.text == TEXT]
 
 
 def all_reduce():
@@ -37,8 +45,9 @@ def come_late(folder, others):
 class TestRecording:
     pytestmark = on_replicas
 
-    def test_a_file_for_all_ranks(self, new_strategy, folder, rank, size):
-        path = folder / "run.json"
+    def test_a_file_for_all_ranks(self, new_strategy, folder, size):
+        """Compressed, by its name; results are those without it."""
+        path = folder / "run.json.gz"
         with mpidist.timeline(path):
             strategy = new_strategy()
             with strategy.scope():
@@ -54,29 +63,30 @@ class TestRecording:
                 return all_reduce()
 
             for _ in strategy.experimental_distribute_dataset(rows):
-                strategy.run(step, args=(np.ones(10),))
+                total = strategy.run(step, args=(np.ones(10),))
             mpidist.Checkpoint(v=v).save(folder / "saved")
-        if rank == 0:  # the others may still be on their way here
-            found = files.read(path)
-            assert not find_parts(path)
-            assert sorted(found.hosts) == list(range(size))
-            for process in range(size):
-                own = [span for span in found.spans if span.rank == process]
-                sections = [s.text for s in own if s.kind == "section"]
-                assert sum(text.startswith("run(") for text in sections) == 2
-                assert sum(text.startswith("merge_call(") for text in sections) == 2
-                assert sections.count("reading input") == 3
-                assert sections.count("Checkpoint.save") == 1
-                reduced = [s for s in own if s.text == "all_reduce SUM float64 (10,)"]
-                assert [s.nbytes for s in reduced] == [80, 80]
-                run = next(s for s in own if s.text.startswith("run("))
-                assert run.start <= reduced[0].start <= reduced[0].end <= run.end
-        everywhere(None)
+        (total,) = strategy.experimental_local_results(total)
+        np.testing.assert_array_equal(total, np.full(10, float(size)))
+        np.testing.assert_array_equal(v.numpy(), 2 * total)
+        found = merged(path)
+        assert path.read_bytes()[:2] == b"\x1f\x8b"
+        assert not find_parts(path)
+        assert sorted(found.hosts) == list(range(size))
+        for process in range(size):
+            own = [span for span in found.spans if span.rank == process]
+            sections = [s.text for s in own if s.kind == "section"]
+            assert sum(text.startswith("run(") for text in sections) == 2
+            assert sum(text.startswith("merge_call(") for text in sections) == 2
+            assert sections.count("reading input") == 3
+            assert sections.count("Checkpoint.save") == 1
+            reduced = [s for s in own if s.text == TEXT]
+            assert [s.nbytes for s in reduced] == [80, 80]
+            run = next(s for s in own if s.text.startswith("run("))
+            assert run.start <= reduced[0].start <= reduced[0].end <= run.end
 
     def test_who_was_waited_for(self, new_strategy, folder, rank, size):
-        path = folder / "run.json"
         late = size - 1
-        with mpidist.timeline(path):
+        with mpidist.timeline(folder / "run.json"):
             strategy = new_strategy()
 
             def step():
@@ -87,20 +97,17 @@ class TestRecording:
                 return all_reduce()
 
             strategy.run(step)
-        if rank == 0:
-            calls = reductions_in(path)
-            assert len(calls) == size
-            for span in calls:
-                if span.rank == late:
-                    assert (span.waited, span.waited_for) == (0.0, -1)
-                else:
-                    assert span.waited_for == late
-                    assert 0.0 < span.waited <= span.seconds
-        everywhere(None)
+        calls = reductions_in(merged(folder / "run.json"))
+        assert len(calls) == size
+        for span in calls:
+            if span.rank == late:
+                assert (span.waited, span.waited_for) == (0.0, -1)
+            else:
+                assert span.waited_for == late
+                assert 0.0 < span.waited <= span.seconds
 
     def test_calls_that_were_begun(self, new_strategy, folder, rank, size):
-        path = folder / "run.json"
-        with mpidist.timeline(path):
+        with mpidist.timeline(folder / "run.json"):
             strategy = new_strategy()
 
             def step():
@@ -113,20 +120,13 @@ class TestRecording:
                 return all_reduce()
 
             strategy.run(step)
-        if rank == 0 and size > 1:
-            found = files.read(path)
+        found = merged(folder / "run.json")
+        if size > 1:
             calls = [s for s in found.spans if s.text.startswith("all_reduce")]
             assert [s.nbytes for s in calls if s.begun] == [800_000] * size
             assert [s.nbytes for s in calls if not s.begun] == [80] * size
             waits = [s for s in found.spans if s.kind == "waits for begun"]
             assert max(s.seconds for s in waits) > 0.1
-        everywhere(None)
-
-    def test_results_are_those_without_it(self, new_strategy, folder, size):
-        with mpidist.timeline(folder / "run.json"):
-            strategy = new_strategy()
-            total = strategy.experimental_local_results(strategy.run(all_reduce))[0]
-        np.testing.assert_array_equal(total, np.full(10, float(size)))
 
     @pytest.mark.parametrize(
         ("place", "kind", "text"),
@@ -168,28 +168,40 @@ class TestRecording:
             assert sorted(files.load(path).hosts) == list(range(size))
         everywhere(None)
 
-    def test_compressed(self, new_strategy, folder, rank, size):
-        path = folder / "run.json.gz"
-        with mpidist.timeline(path):
-            new_strategy().run(all_reduce)
-        if rank == 0:
-            assert path.read_bytes()[:2] == b"\x1f\x8b"
-            assert sorted(files.read(path).hosts) == list(range(size))
-        everywhere(None)
-
 
 @pytest.mark.mpi
 def test_strategies_of_before_are_not_recorded(strategy, folder):
-    path = folder / "run.json"
     message = "no MPIStrategy was made in the block"
-    with pytest.warns(UserWarning, match=message), mpidist.timeline(path):
+    with pytest.warns(UserWarning, match=message), mpidist.timeline(folder / "run"):
         strategy.run(all_reduce)
     everywhere(None)
     assert not list(folder.iterdir())
 
 
+@pytest.mark.mpi(min_size=4)
+def test_strategies_of_groups_are_told_apart(new_strategy, folder, rank, size):
+    from mpi4py import MPI
+
+    half = MPI.COMM_WORLD.Split(rank % 2)
+    with mpidist.timeline(folder / "run.json"):
+        new_strategy(comm=half).run(all_reduce)
+        new_strategy().run(all_reduce)
+    half.Free()
+    calls = reductions_in(merged(folder / "run.json"))
+    members = {}
+    for span in calls:
+        members.setdefault(span.strategy, set()).add(span.rank)
+    ranks = range(size)
+    groups = sorted(map(sorted, members.values()))
+    assert groups == sorted([[*ranks], [*ranks[::2]], [*ranks[1::2]]])
+    assert len(calls) == 2 * size
+    assert all(x.waited_for in {-1, *members[x.strategy]} for x in calls)
+
+
+# --- programs -------------------------------------------------------------------------
+
 PROGRAM = """
-import os, sys, time
+import os, resource, sys, time
 import numpy as np
 import mpidist
 strategy = mpidist.MPIStrategy()
@@ -200,39 +212,39 @@ for _ in range(5):
 """
 
 
-def run(program, path, n, **env):
-    source = textwrap.dedent(program)
+def run(path, n, end, **env):
+    """Run the program with this end on n ranks, recorded by the variable."""
     env = {"MPIDIST_TIMELINE": str(path), **env}
+    source = PROGRAM + textwrap.dedent(end)
     return run_ranks(n, ["-c", source], timeout=100, env=env, cwd=path.parent)
 
 
 @pytest.mark.core
 def test_a_program_is_recorded_by_a_variable(tmp_path):
     """And a child that it forks writes nothing."""
-    body = """
+    end = """
     child = os.fork()
     if child == 0:
         sys.exit(0)
     os.waitpid(child, 0)
     strategy.close()
     """
-    done = run(PROGRAM + textwrap.dedent(body), tmp_path / "run.json", 3, **FORKS)
+    done = run(tmp_path / "run.json", 3, end, **FORKS)
     assert (done.returncode, done.stderr) == (0, "")
     assert os.listdir(tmp_path) == ["run.json"]
-    calls = [span.rank for span in reductions_in(tmp_path / "run.json")]
+    calls = [span.rank for span in reductions_in(files.read(tmp_path / "run.json"))]
     assert sorted(calls) == sorted(5 * list(range(3)))
 
 
 def test_a_full_disk_is_named_and_the_program_goes_on(tmp_path):
-    body = """
-    import resource
+    end = """
     if strategy.replica_id == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     for _ in range(100):
         strategy.run(step)
     """
     path = tmp_path / "run.json"
-    done = run(PROGRAM + textwrap.dedent(body), path, 2)
+    done = run(path, 2, end)
     assert done.returncode == 0, done.stderr
     assert f"rank 1 cannot write {path}.rank1: File too large" in done.stderr
     assert "; the recording of rank 1 ended early" in done.stderr
@@ -242,37 +254,12 @@ def test_a_full_disk_is_named_and_the_program_goes_on(tmp_path):
 @pytest.mark.core
 def test_a_program_that_ends_by_an_exception_leaves_what_it_has_done(tmp_path):
     path = tmp_path / "run.json"
-    body = (
-        f"{PROGRAM}\nif strategy.replica_id == 1: raise LookupError\nstrategy.run(step)"
-    )
-    done = run(body, path, 2)
-    assert done.returncode != 0
+    end = "if strategy.replica_id == 1: raise LookupError\nstrategy.run(step)"
+    assert run(path, 2, end).returncode != 0
     assert not path.exists()
     # A second after the last event at most is lost: here perhaps all, but the header.
     assert sorted(files.load(path).hosts) == [0, 1]
     assert path.exists()
-
-
-@pytest.mark.mpi(min_size=4)
-def test_strategies_of_groups_are_told_apart(new_strategy, folder, rank, size):
-    from mpi4py import MPI
-
-    path, half = folder / "run.json", MPI.COMM_WORLD.Split(rank % 2)
-    with mpidist.timeline(path):
-        new_strategy(comm=half).run(all_reduce)
-        new_strategy().run(all_reduce)
-    half.Free()
-    if rank == 0:
-        calls = reductions_in(path)
-        members = {}
-        for span in calls:
-            members.setdefault(span.strategy, set()).add(span.rank)
-        ranks = range(size)
-        groups = sorted(map(sorted, members.values()))
-        assert groups == sorted([[*ranks], [*ranks[::2]], [*ranks[1::2]]])
-        assert len(calls) == 2 * size
-        assert all(x.waited_for in {-1, *members[x.strategy]} for x in calls)
-    everywhere(None)
 
 
 @pytest.mark.core

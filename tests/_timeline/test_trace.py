@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from replicas import (
 import mpidist
 from mpidist._agreement.guard import Guard
 from mpidist._collectives.collectives import Collectives
+from mpidist._collectives.observed import ObservedPlan
 from mpidist._strategy.strategy import group_of
 from mpidist._timeline.observer import Observers
 from mpidist._timeline.trace import Lines
@@ -100,6 +102,7 @@ class TestLines:
         def step():
             context().all_reduce("SUM", np.ones(10))
             context().all_reduce("SUM", np.ones(10))
+            context().all_reduce("SUM", np.ones(200_000))
             context().all_reduce("MEAN", {"a": 1.0, "b": [np.ones((2, 3)), 7]})
             context().all_gather(np.ones((rank + 1, 2)), 0)
             variable.assign_add(np.ones(3))
@@ -108,34 +111,29 @@ class TestLines:
         lines = listener.take(rank)
         assert {line["event"] for line in lines} == {"end"}
         assert {line["size"] for line in lines} == {str(size)}
+        plans = group_of(traced).collectives.cache.plans()
+        planned = {
+            plan.call.text: plan.observed.route
+            for plan in plans
+            if isinstance(plan, ObservedPlan)
+        }
         nest = "{'a': float64 (), 'b': [float64 (2, 3), int64 ()]}"
         assert [(line["text"], int(line["bytes"])) for line in lines] == [
             ("all_reduce SUM float64 (10,)", 80),
             ("all_reduce SUM float64 (10,)", 80),
+            ("all_reduce SUM float64 (200000,)", 1_600_000),
             (f"all_reduce MEAN {nest}", 64),
             ("all_gather axis=0 float64 (*, 2)", 16 * (rank + 1)),
             ("Variable 'w'.assign_add [#1] SUM float64 (3,)", 24),
             (f"the end of run({step.__qualname__})", 0),
         ]
+        assert all(line["route"] == planned[line["text"]] for line in lines[:4])
         assert lines[-1]["route"] == "section"
         whole, waited = float(lines[-1]["seconds"]), float(lines[-1]["waited"])
         inside = sum(float(line["seconds"]) for line in lines[:-1])
         assert whole >= inside + waited
         numbers = everywhere([line["call"] for line in lines])
         assert all(row == numbers[0] for row in numbers)
-
-    def test_routes_are_those_of_the_plans(self, traced, listener, rank):
-        def step():
-            context().all_reduce("SUM", np.ones(10))
-            context().all_reduce("SUM", np.ones(200_000))
-
-        traced.run(step)
-        routes = [route for _, route, _ in shown(listener.take(rank))]
-        plans = group_of(traced).collectives.cache.plans()
-        made = {plan.call.text: plan.observed.route for plan in plans}
-        assert routes[:2] == [
-            made[f"all_reduce SUM float64 ({n},)"] for n in (10, 200_000)
-        ]
 
     def test_verbs_of_the_program(self, traced, listener, rank, size):
         values = traced.experimental_distribute_values_from_function(
@@ -147,28 +145,25 @@ class TestLines:
         traced.extended.update(variable, lambda v, x: v.assign(x), args=(np.ones(3),))
         lines = listener.take(rank)
         texts = [line["text"] for line in lines]
-        assert texts[0] == "experimental_distribute_values_from_function"
-        assert texts[1] == "Strategy.reduce SUM float64 (4,)"
-        assert texts[2] == "Strategy.gather axis=0 float64 (*,)"
+        assert texts[:3] == [
+            "experimental_distribute_values_from_function",
+            "Strategy.reduce SUM float64 (4,)",
+            "Strategy.gather axis=0 float64 (*,)",
+        ]
         assert texts[3].startswith("Variable 'w' (")
         if size > 1:  # else nobody has to be waited for
             assert texts[4].startswith("update of Variable 'w' [#")
         assert [int(line["bytes"]) for line in lines[:4]] == [0, 32, 32, 24]
 
-    def test_what_rank_0_gets_or_gives_moves_by_mpi(self, traced, listener, rank, size):
-        def merge_fn(strategy, x):
+    def test_merge_call_and_its_commands(self, traced, listener, rank, size):
+        """What rank 0 gets or gives moves by MPI."""
+
+        def give(strategy, x):
             strategy.experimental_local_results(x)
             return strategy.experimental_distribute_values_from_function(
                 lambda value: np.ones(2)
             )
 
-        traced.run(lambda: context().merge_call(merge_fn, args=(np.ones(4),)))
-        routes = {text: route for text, route, _ in shown(listener.take(rank))}
-        if size > 1:
-            assert routes["experimental_local_results of 1 values"] == "mpi"
-            assert routes["scatter a PerReplica of the coordinator"] == "mpi"
-
-    def test_merge_call_and_its_commands(self, traced, listener, rank, size):
         def merge_fn(strategy, x):
             return strategy.extended.reduce_to("SUM", x, x)
 
@@ -185,16 +180,17 @@ class TestLines:
             *messages,
             f"the end of merge_call({merge_fn.__qualname__})",
         ]
+        traced.run(lambda: context().merge_call(give, args=(np.ones(4),)))
+        routes = {text: route for text, route, _ in shown(listener.take(rank))}
+        if size > 1:
+            assert routes["experimental_local_results of 1 values"] == "mpi"
+            assert routes["scatter a PerReplica of the coordinator"] == "mpi"
 
     def test_the_plan_of_an_optimizer(self, traced, listener, rank, size):
         variable = make(traced, np.zeros(3), name="w", aggregation=SUM)
         with traced.scope():
             optimizer = mpidist.optimizers.SGD(0.1)
-
-        def step():
-            optimizer.apply_gradients([(np.ones(3), variable)])
-
-        traced.run(step)
+        traced.run(lambda: optimizer.apply_gradients([(np.ones(3), variable)]))
         lines = [x for x in listener.take(rank) if "apply_gradients" in x["text"]]
         if size > 1:
             assert lines[-1]["text"].startswith("apply_gradients of SGD")
@@ -208,10 +204,11 @@ class TestLines:
 
         with pytest.raises(TypeError):
             traced.run(step)
-        call, end = listener.take(rank)
-        assert call["text"] == "all_reduce with invalid arguments"
-        assert end["text"] == f"the end of run({step.__qualname__})"
-        assert [call["raised"], end["raised"]] == ["TypeError", "TypeError"]
+        lines = listener.take(rank)
+        assert [(line["text"], line["raised"]) for line in lines] == [
+            ("all_reduce with invalid arguments", "TypeError"),
+            (f"the end of run({step.__qualname__})", "TypeError"),
+        ]
 
     def test_begins(self, new_strategy, listener, rank, monkeypatch):
         monkeypatch.setenv("MPIDIST_TRACE", "2")
@@ -225,10 +222,8 @@ class TestLines:
 
         strategy.run(step)
         lines = listener.take(rank)
-        reduced, gathered = (
-            "all_reduce SUM float64 (10,)",
-            "all_gather axis=0 float64 (*,)",
-        )
+        reduced = "all_reduce SUM float64 (10,)"
+        gathered = "all_gather axis=0 float64 (*,)"
         assert [(line["event"], line["text"]) for line in lines] == [
             ("begin", f"run({step.__qualname__})"),
             ("begin", reduced),
@@ -254,13 +249,9 @@ class TestLines:
 
         def step():
             ctx = context()
-            return [
-                ctx.all_reduce("SUM", x),
-                ctx.all_reduce("SUM", x),
-                ctx.all_reduce("SUM", x["a"]),
-                ctx.all_reduce("MEAN", rank + 1),
-                ctx.all_gather(x["a"][: rank + 2], 0),
-            ]
+            sums = [ctx.all_reduce("SUM", x) for _ in range(2)]
+            sums += [ctx.all_reduce("SUM", x["a"]), ctx.all_reduce("MEAN", rank + 1)]
+            return [*sums, ctx.all_gather(x["a"][: rank + 2], 0)]
 
         plain = new_strategy()
         assert type(group_of(plain).guard) is Guard
@@ -323,7 +314,6 @@ def test_a_long_wait_has_a_line(new_strategy, listener, rank, size, monkeypatch)
 
 
 PROGRAM = """
-import logging, sys
 import numpy as np
 import mpidist
 
@@ -372,26 +362,17 @@ for one in (strategy, mpidist.MPIStrategy()):
 # --- the lines by themselves ----------------------------------------------------------
 
 
-def calls_with_lines():
+@pytest.fixture
+def trace():
     return Observers([Lines(0, 1, 1, begins=False)], 1)
 
 
-@pytest.fixture
-def trace(listener):
-    return calls_with_lines()
-
-
 def test_what_a_call_does_inside_is_part_of_it(trace, listener):
+    """But not the calls of a section in it."""
     with trace.call(8, "mpi"):
         trace.name("outer", 1)
         with trace.call(4, "shared"):
-            trace.name("inner", 2)
-    assert shown(listener.take(0)) == [("outer", "mpi", 8)]
-
-
-def test_calls_in_a_section_have_lines_of_their_own(trace, listener):
-    with trace.call(8, "mpi"):
-        trace.name("outer", 1)
+            trace.name("part", 2)
         with trace.section("section", 2), trace.call(4, "shared"):
             trace.name("inner", 2)
     assert shown(listener.take(0)) == [("inner", "shared", 4), ("outer", "mpi", 8)]
@@ -403,36 +384,15 @@ def test_a_call_that_never_meets_the_others_has_none(trace, listener):
     assert listener.take(0) == []
 
 
-def test_long_texts_and_those_of_several_lines(trace, listener):
+def test_a_line_is_one_write(trace, monkeypatch):
+    """Also of a long text, or one of several lines, which is cut."""
+    writes = []
+    stream = SimpleNamespace(write=writes.append, flush=lambda: writes.append("flush"))
+    monkeypatch.setattr(logging.getLogger("mpidist.trace"), "propagate", False)
+    monkeypatch.setattr(sys, "stderr", stream)  # pytest listens further up
     with trace.call(8, "mpi"):
         trace.name("a\nb " + 10_000 * "x", 1)
-    (line,) = listener.take(0)
-    assert line["text"].startswith("a b xxx")
-    assert line["text"].endswith("x ...")
-    assert len(line["text"]) < 2000
-
-
-class _Counting:
-    """A stream that keeps what each write has."""
-
-    def __init__(self):
-        self.writes = []
-
-    def write(self, text):
-        self.writes.append(text)
-
-    def flush(self):
-        self.writes.append("flush")
-
-
-def test_a_line_is_one_write(monkeypatch):
-    logger = logging.getLogger("mpidist.trace")
-    trace = calls_with_lines()
-    monkeypatch.setattr(logger, "propagate", False)  # pytest listens further up
-    stream = _Counting()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with trace.call(8, "mpi"):
-        trace.name("call", 1)
-    line, flushed = stream.writes
-    assert line.endswith(" call\n")
+    line, flushed = writes
+    assert re.search(r" a b x+ \.\.\.\n$", line)
+    assert len(line) < 2000
     assert flushed == "flush"

@@ -11,7 +11,7 @@ from launching import ROOT, find_mpirun, run_command
 PAGES = ("launching", "slurm", "gpus", "troubleshooting")
 LINE = re.compile(r"^(?:\$ )?((?:mpirun|srun|sbatch|mpidist|export) .*)$", re.M)
 README = "tests/project/test_readme.py"
-CLI = "tests/_cli/test_cli.py"
+CLI = "tests/_cli/test_on_ranks.py"
 SLURM = "tests/slurm/test_batch_jobs.py"
 HOSTS = "tests/_collectives/test_hosts.py"
 GPU = "tests/_collectives/test_gpu_transports.py"
@@ -22,8 +22,8 @@ ELSEWHERE = [
     (r"mpirun -n 2 python (none|where|finish|visible)\.py", README, "def mpirun("),
     (r"mpidist run -n 2 examples/hello\.py", README, "def mpidist_run("),
     (r"mpirun -n 2 mpidist bench --quick", "tests/_cli/test_bench.py", '"--quick"]'),
-    (r"mpirun -n \d mpidist check.*", CLI, '"check": ["check"'),
-    (r"mpirun -n \d mpidist info", CLI, '"info": ['),
+    (r"mpirun -n \d mpidist check.*", CLI, 'run("check", "check"'),
+    (r"mpirun -n \d mpidist info", CLI, 'run("info", "info"'),
     (r"sbatch .*", SLURM, "def test_the_commands_of_the_guide("),
     (r"mpidist sbatch --nodes 2 --nt.*", SLURM, "def test_the_commands_of_the_guide("),
     (r"srun -n 4 --mpi=pmix .*", SLURM, "def test_the_commands_of_the_guide("),

@@ -75,16 +75,6 @@ def test_a_task_of_a_step_without_gpus(given):
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_what_is_given_needs_no_variables(given):
-    given({"SLURM_PROCID": "4", "SLURM_STEP_NODELIST": "n[09-10]"})
-    for tasks in ({"n09": 3, "n10": 2}, 3):
-        resolver = SlurmClusterResolver({"ps": 2, "worker": 3}, tasks_per_node=tasks)
-        assert resolver.cluster_spec().num_tasks("worker") == 3
-        assert resolver.get_task_info() == ("worker", 2)
-    with pytest.raises(RuntimeError, match="SLURM_STEP_TASKS_PER_NODE not found"):
-        SlurmClusterResolver({"worker": 3})
-
-
 def test_a_batch_script_is_none_of_its_tasks(given):
     given(JOB)
     resolver = SlurmClusterResolver(port_base=100, rpc_layer=None)
@@ -98,10 +88,8 @@ def test_a_batch_script_is_none_of_its_tasks(given):
 @pytest.mark.parametrize(
     ("distribution", "hosts"),
     [
-        ("block", "n09 n09 n09 n10 n10"),
-        ("block:cyclic", "n09 n09 n09 n10 n10"),
-        ("cyclic", "n09 n10 n09 n10 n09"),
-        ("cyclic:block,NoPack", "n09 n10 n09 n10 n09"),
+        *((x, "n09 n09 n09 n10 n10") for x in ("block", "block:cyclic")),
+        *((x, "n09 n10 n09 n10 n09") for x in ("cyclic", "cyclic:block,NoPack")),
         ("plane=2", "n09 n09 n10 n10 n09"),
     ],
 )
@@ -111,29 +99,38 @@ def test_distributions(given, distribution, hosts):
     assert [task.split(":")[0] for task in tasks] == hosts.split()
 
 
-def test_jobs_get_their_tasks_in_the_order_of_their_names(given):
-    given(STEP)
-    resolver = SlurmClusterResolver({"worker": 3, "ps": 2})
-    assert resolver.cluster_spec().as_dict() == {
-        "ps": ADDRESSES[:2],
-        "worker": ADDRESSES[2:],
-    }
-    assert resolver.get_task_info() == ("worker", 2)
-    fewer = SlurmClusterResolver({"ps": 1})
-    assert fewer.cluster_spec().as_dict() == {"ps": ADDRESSES[:1]}
-    assert fewer.get_task_info() == (None, None)
+@pytest.mark.parametrize(
+    ("jobs", "cluster", "mine"),
+    [
+        (
+            {"worker": 3, "ps": 2},  # in the order of their names
+            {"ps": ADDRESSES[:2], "worker": ADDRESSES[2:]},
+            ("worker", 2),
+        ),
+        ({"ps": 1}, {"ps": ADDRESSES[:1]}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("tasks_per_node", [None, {"n09": 3, "n10": 2}])
+def test_jobs_get_their_tasks(given, jobs, cluster, mine, tasks_per_node):
+    """What is given needs no variables."""
+    given({"SLURM_PROCID": "4", "SLURM_STEP_NODELIST": "n[09-10]"})
+    if tasks_per_node is None:
+        with pytest.raises(RuntimeError, match="SLURM_STEP_TASKS_PER_NODE not found"):
+            SlurmClusterResolver(jobs)
+        given(STEP)
+    resolver = SlurmClusterResolver(jobs, tasks_per_node=tasks_per_node)
+    assert resolver.cluster_spec().as_dict() == cluster
+    assert resolver.get_task_info() == mine
 
 
 def test_tasks_per_node_may_be_given(given):
     given(STEP, SLURM_PROCID="1")
-    one = SlurmClusterResolver(tasks_per_node=1).cluster_spec()
-    assert one.job_tasks("worker") == ["n09:8888", "n10:8888"]
-    counts = {"n09": 1, "n10": 2}
-    two = SlurmClusterResolver(tasks_per_node=counts).cluster_spec()
-    assert two.job_tasks("worker") == ["n09:8888", "n10:8888", "n10:8889"]
-
-
-# --- GPUs -----------------------------------------------------------------------------
+    for counts, hosts in (
+        (1, ["n09:8888", "n10:8888"]),
+        ({"n09": 1, "n10": 2}, ["n09:8888", "n10:8888", "n10:8889"]),
+    ):
+        spec = SlurmClusterResolver(tasks_per_node=counts).cluster_spec()
+        assert spec.job_tasks("worker") == hosts
 
 
 @pytest.mark.parametrize(
@@ -151,9 +148,8 @@ def test_tasks_per_node_may_be_given(given):
     ],
 )
 def test_the_gpus_of_a_task(given, monkeypatch, variables, arguments, visible, each):
-    given(STEP, **variables)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    given(variables)
+    given({**STEP, **variables})
     resolver = SlurmClusterResolver(**arguments)
     for _ in range(2):  # the second time it is set already
         resolver.cluster_spec()
@@ -162,38 +158,36 @@ def test_the_gpus_of_a_task(given, monkeypatch, variables, arguments, visible, e
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-# --- errors ---------------------------------------------------------------------------
-
-
-def test_errors(given, monkeypatch):
-    with pytest.raises(RuntimeError, match="SLURM_JOB_NODELIST not found in envir"):
-        SlurmClusterResolver()
-    given(STEP)
-    with pytest.raises(RuntimeError, match="Requested 6 tasks but only 5 were ass"):
-        SlurmClusterResolver({"worker": 6})
-    with pytest.raises(RuntimeError, match="Requested more GPUs per node than avail"):
-        SlurmClusterResolver(gpus_per_node=2, gpus_per_task=1)
-    with pytest.raises(ValueError, match="expected numbers of GPUs from 0"):
-        SlurmClusterResolver(gpus_per_task=-1)
-    with pytest.raises(ValueError, match="this is task 4, and the nodes have 2"):
-        SlurmClusterResolver(tasks_per_node=1)
-    given({}, SLURM_DISTRIBUTION="arbitrary")
-    with pytest.raises(RuntimeError, match="arbitrary does not say"):
-        SlurmClusterResolver()
-    given({}, SLURM_DISTRIBUTION="block", SLURM_STEP_TASKS_PER_NODE="3")
-    with pytest.raises(ValueError, match=r"number of tasks for each of the nodes"):
-        SlurmClusterResolver()
-    monkeypatch.delenv("SLURM_STEP_NODELIST")
-    with pytest.raises(RuntimeError, match="SLURM_STEP_NODELIST not found"):
-        SlurmClusterResolver()
-
-
-def test_under_mpirun_slurm_says_nothing_of_the_ranks(given):
-    given(BY_MPIRUN)
-    with pytest.raises(
-        RuntimeError, match=r"Open MPI, .* daemons, .*MPIStrategy\(\)\."
-    ):
-        SlurmClusterResolver()
+@pytest.mark.parametrize(
+    ("variables", "arguments", "kind", "message"),
+    [
+        ({}, {}, RuntimeError, "SLURM_JOB_NODELIST not found in envir"),
+        (
+            {"SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "5"},
+            *({}, RuntimeError, "SLURM_STEP_NODELIST not found"),
+        ),
+        (STEP, {"jobs": {"worker": 6}}, RuntimeError, "6 tasks but only 5 were ass"),
+        (
+            *(STEP, {"gpus_per_node": 2, "gpus_per_task": 1}, RuntimeError),
+            "Requested more GPUs per node than avail",
+        ),
+        (STEP, {"gpus_per_task": -1}, ValueError, "expected numbers of GPUs from 0"),
+        (STEP, {"tasks_per_node": 1}, ValueError, "task 4, and the nodes have 2"),
+        (
+            {**STEP, "SLURM_DISTRIBUTION": "arbitrary"},
+            *({}, RuntimeError, "arbitrary does not say"),
+        ),
+        (
+            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3"},
+            *({}, ValueError, "number of tasks for each of the nodes"),
+        ),
+        (BY_MPIRUN, {}, RuntimeError, r"Open MPI, .* daemons, .*MPIStrategy\(\)\."),
+    ],
+)
+def test_errors(given, variables, arguments, kind, message):
+    given(variables)
+    with pytest.raises(kind, match=message):
+        SlurmClusterResolver(**arguments)
 
 
 # --- this_process ---------------------------------------------------------------------

@@ -11,16 +11,15 @@ import re
 import shutil
 import sys
 import time
-from pathlib import Path
 
 import hosts
 import pytest
 import slurm_cluster
+from launching import ROOT
 from replicas import rarely, with_slow
 
 from mpidist._cli import sbatch_command
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "launch/slurm"
 NODES = 4
 RANKS = 4  # two on each of two nodes: each start of one takes a while
@@ -113,8 +112,9 @@ numbers = itertools.count()
 
 
 def starts_ranks(test):
-    """Repeat a test once if MPI itself has failed in MPI_Init."""
+    """Mark a test as core, and repeat it once if MPI itself has failed in MPI_Init."""
 
+    @pytest.mark.core
     @functools.wraps(test)
     def run(*args, **kwargs):
         try:
@@ -137,63 +137,58 @@ def cluster():
         assert not os.environ.get("MPIDIST_TEST_SLURM"), reason
         pytest.skip(reason)
     with slurm_cluster.Cluster(NODES) as cluster:
-        for name, text in (("who.py", WHO), ("train.py", TRAIN)):
-            (cluster.folder / name).write_text(text, encoding="utf-8")
+        programs = {"who": WHO, "train": TRAIN, "on_gpus": ON_GPUS, "place": PLACE}
+        for name, text in programs.items():
+            (cluster.folder / f"{name}.py").write_text(text, encoding="utf-8")
         yield cluster
+
+
+def _output_of(cluster, script, *arguments, options=(), state="COMPLETED"):
+    """Run a batch script until it is in this state; return what it has written."""
+    if isinstance(script, str):
+        script = SCRIPTS / f"{script}.sbatch"
+    job = cluster.submit(script, *arguments, options=options)
+    assert cluster.wait(job)["JobState"] == state, cluster.output(job)
+    return cluster.output(job)
 
 
 # --- every script runs ----------------------------------------------------------------
 
+ON_TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
 
-@pytest.mark.core
+
 @pytest.mark.parametrize("name", ["srun", "mpirun"])
 @starts_ranks
 def test_a_script_starts_a_replica_for_each_task(cluster, name):
-    options = ["--nodes=2", "--ntasks-per-node=2"]
-    job = cluster.submit(SCRIPTS / f"{name}.sbatch", "who.py", options=options)
-    state = cluster.wait(job)
-    output = cluster.output(job)
-    assert state["JobState"] == "COMPLETED", output
+    output = _output_of(cluster, name, "who.py", options=ON_TWO_NODES)
     assert f"replicas {RANKS} sum {RANKS * (RANKS - 1) // 2} threads 1" in output
     # Each line says which rank it is from.
     line = next(line for line in output.splitlines() if "replicas" in line)
-    assert not line.startswith("replicas")
     assert "0" in line.split("replicas")[0]
 
 
-@pytest.mark.core
 @starts_ranks
 def test_the_script_for_gpus_gives_each_rank_one(cluster):
-    (cluster.folder / "on_gpus.py").write_text(ON_GPUS, encoding="utf-8")
-    script = SCRIPTS / "gpus.sbatch"
     # A node here has two cores; the script asks for eight of a node.
-    job = cluster.submit(script, "on_gpus.py", options=["--cpus-per-task=1"])
-    state = cluster.wait(job)
-    output = cluster.output(job)
-    assert state["JobState"] == "COMPLETED", output
+    output = _output_of(cluster, "gpus", "on_gpus.py", options=["--cpus-per-task=1"])
     for rank in range(4):
         place = f"/rank:{rank}/device:GPU:{rank % 2}"
         assert f"GPU of {rank} {place} 0,1 [4.0, 4.0, 4.0]" in output, output
 
 
-@pytest.mark.core
 @starts_ranks
 def test_the_log_of_a_training_has_lines(cluster):
     """A progress bar would be one line of carriage returns."""
     pytest.importorskip("sklearn")
     shutil.copytree(ROOT / "examples", cluster.folder / "examples")
     words = ("examples/train_digits.py", "--epochs=2")
-    options = ["--ntasks-per-node=1"]
-    job = cluster.submit(SCRIPTS / "srun.sbatch", *words, options=options)
-    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
-    output = (cluster.folder / f"{job}.out").read_bytes()
-    assert b"\r" not in output
-    epochs = [line for line in output.splitlines() if b": epoch " in line]
-    assert [line.partition(b":")[0] for line in epochs] == [b"0", b"0"], output
-    assert b"epoch 2 of 2: test accuracy " in epochs[1]
+    output = _output_of(cluster, "srun", *words, options=["--ntasks-per-node=1"])
+    assert "\r" not in output
+    epochs = [line for line in output.splitlines() if ": epoch " in line]
+    assert [line.partition(":")[0] for line in epochs] == ["0", "0"], output
+    assert "epoch 2 of 2: test accuracy " in epochs[1]
 
 
-@pytest.mark.core
 @starts_ranks
 def test_the_commands_of_the_guide(cluster):
     """Of docs/guide/slurm.md, as they stand but for the ranks of a node.
@@ -232,7 +227,6 @@ def test_the_commands_of_the_guide(cluster):
         assert f"replicas {ranks} sum {ranks * (ranks - 1) // 2}" in output, output
 
 
-@pytest.mark.core
 @starts_ranks
 def test_the_jobs_of_an_array_get_their_indices(cluster):
     options = ["--ntasks-per-node=2", "--output=%A_%a.out"]
@@ -247,24 +241,19 @@ def test_the_jobs_of_an_array_get_their_indices(cluster):
         assert f"replicas 2 sum 1 threads 1 index {index}" in path.read_text()
 
 
-@pytest.mark.core
 @starts_ranks
 def test_an_exception_ends_the_job_with_a_code(cluster):
     (cluster.folder / "bad.py").write_text(
         "import mpidist\nstrategy = mpidist.MPIStrategy()\n"
         "strategy.run(lambda: [1][strategy.replica_id])\n"
     )
-    options = ["--nodes=2", "--ntasks-per-node=2"]
-    job = cluster.submit(SCRIPTS / "srun.sbatch", "bad.py", options=options)
-    state = cluster.wait(job)
-    assert state["JobState"] == "FAILED", state
-    assert "IndexError: list index out of range" in cluster.output(job)
+    output = _output_of(cluster, "srun", "bad.py", options=ON_TWO_NODES, state="FAILED")
+    assert "IndexError: list index out of range" in output
 
 
 # --- ranks that do not find each other ------------------------------------------------
 
 
-@pytest.mark.core
 @starts_ranks
 def test_ranks_that_srun_left_alone_raise(cluster):
     """SLURM's default here, as on many sites, is --mpi=none."""
@@ -286,20 +275,17 @@ def test_ranks_that_srun_left_alone_raise(cluster):
     assert checked.count("-> SLURM did not tell MPI of the others; write") == 1
 
 
-@pytest.mark.core
 @starts_ranks
 def test_a_program_in_the_script_itself_may_be_alone(cluster):
     script = cluster.folder / "alone.sh"
     script.write_text("#!/bin/bash\npython who.py\n")
-    job = cluster.submit(script, options=["--ntasks-per-node=2"])
-    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.output(job)
-    assert "replicas 1 sum 0" in cluster.output(job)
+    output = _output_of(cluster, script, options=["--ntasks-per-node=2"])
+    assert "replicas 1 sum 0" in output
 
 
 # --- where the ranks are --------------------------------------------------------------
 
 
-@pytest.mark.core
 @starts_ranks
 def test_info_names_the_step(cluster):
     kind = "pmix" if hosts.is_open_mpi() else "pmi2"
@@ -322,7 +308,6 @@ def test_info_names_the_step(cluster):
         assert sorted(map(len, ranks_of.values())) == [1, 2]
 
 
-@pytest.mark.core
 @starts_ranks
 def test_nodes_of_one_name_are_those_that_share_memory():
     """Open MPI finds the ranks of its host by the name that SLURM has for the node.
@@ -348,10 +333,8 @@ def test_nodes_of_one_name_are_those_that_share_memory():
     assert why in checked
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("distribution", ["block", "cyclic"])
 def test_the_resolver_finds_the_tasks_of_a_step(cluster, distribution):
-    (cluster.folder / "place.py").write_text(PLACE, encoding="utf-8")
     srun = ("srun", "-N3", "-n6", "-m", distribution, "--mpi=none")
     cluster.run(*srun, "python", "place.py")
     for rank in range(6):
@@ -405,7 +388,17 @@ def _steps(cluster, job):
     return [int(line.split()[-1]) for line in lines if "begins at step" in line]
 
 
-@pytest.mark.core
+def _continued(cluster, job):
+    """Wait until a job is done that was told to end once; return where it went on."""
+    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+    assert state["JobState"] == "COMPLETED", cluster.output(job)
+    assert state["Restarts"] == "1"
+    first, second = _steps(cluster, job)
+    assert first == 0
+    assert second < STEPS
+    return second
+
+
 @pytest.mark.parametrize("launcher", ["srun", rarely("mpirun")])
 @starts_ranks
 def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed, launcher):
@@ -418,29 +411,20 @@ def test_a_job_whose_time_is_up_continues_where_it_was(cluster, undisturbed, lau
     # What --signal=B:USR1@120 does 120 s before the end.
     cluster.run("scancel", "--batch", "--signal=USR1", job)
     cluster.wait_for_output(job, "saved")
-    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED")
-    assert state["JobState"] == "COMPLETED", cluster.output(job)
-    assert state["Restarts"] == "1"
-    first, second = _steps(cluster, job)
-    assert first == 0
-    assert 0 < second < STEPS
+    assert _continued(cluster, job) > 0
     assert _result(cluster, job) == undisturbed
     assert not list(cluster.folder.glob(".mpidist-saved-*"))
 
 
-@pytest.mark.core
 @starts_ranks
 def test_a_signal_that_comes_before_the_handler_is_not_lost(cluster, undisturbed):
     job = _submit_training(cluster, _folder(), "waits")
     cluster.wait_for_output(job, "has no handler yet")
     cluster.run("scancel", "--batch", "--signal=USR1", job)
-    state = cluster.wait(job, "COMPLETED", "FAILED")
-    assert state["JobState"] == "COMPLETED", cluster.output(job)
-    assert _steps(cluster, job) == [0, 0]
+    assert _continued(cluster, job) == 0
     assert _result(cluster, job) == undisturbed
 
 
-@pytest.mark.core
 @starts_ranks
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
     folder = _folder()
@@ -459,27 +443,16 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, undisturbed):
     assert _result(cluster, after) == undisturbed
 
 
-@pytest.mark.core
 @starts_ranks
 def test_a_job_that_makes_room_for_another_continues(cluster, undisturbed):
-    job = _submit_training(
-        cluster, _folder(), "slowly", options=["--exclusive", f"--nodes={NODES}"]
-    )
+    everything = ["--exclusive", f"--nodes={NODES}"]
+    job = _submit_training(cluster, _folder(), "slowly", options=everything)
     cluster.wait_for_output(job, "has step 1")
-    urgent = cluster.submit(
-        SCRIPTS / "srun.sbatch",
-        "who.py",
-        options=["--partition=urgent", "--nodes=2", "--ntasks-per-node=1"],
-    )
-    assert cluster.wait(urgent)["JobState"] == "COMPLETED", cluster.output(urgent)
-    state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED")
-    assert state["JobState"] == "COMPLETED", cluster.output(job)
-    first, second = _steps(cluster, job)
-    assert first == 0
-    assert 0 < second < STEPS
+    urgent = ["--partition=urgent", "--nodes=2", "--ntasks-per-node=1"]
+    _output_of(cluster, "srun", "who.py", options=urgent)
+    assert _continued(cluster, job) > 0
 
 
-@pytest.mark.core
 @starts_ranks
 def test_a_job_that_loses_a_node_continues_on_others(cluster, undisturbed):
     """Nothing is saved then: it goes on from the last regular checkpoint."""
@@ -487,17 +460,15 @@ def test_a_job_that_loses_a_node_continues_on_others(cluster, undisturbed):
         pytest.skip("nodes that can be told apart need root")
     job = _submit_training(cluster, _folder(), "regularly", "slowly")
     cluster.wait_for_output(job, "has step 10")
-    lost = cluster.run("scontrol", "show", "hostnames", cluster.state(job)["NodeList"])
-    lost = lost.split()[-1]
+
+    def nodes():
+        listed = cluster.state(job)["NodeList"]
+        return cluster.run("scontrol", "show", "hostnames", listed).split()
+
+    lost = nodes()[-1]
     with cluster.without(lost):
-        state = cluster.wait(job, "COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
-        assert state["JobState"] == "COMPLETED", cluster.output(job)
-        assert state["Restarts"] == "1"
-        again = cluster.run("scontrol", "show", "hostnames", state["NodeList"])
-        assert lost not in again.split()
-    first, second = _steps(cluster, job)
-    assert first == 0
-    assert second % 10 == 0
-    assert 0 < second < STEPS
+        step = _continued(cluster, job)
+        assert lost not in nodes()
+    assert step in range(10, STEPS, 10)
     assert "saved" not in cluster.output(job)
     assert _result(cluster, job) == undisturbed

@@ -1,9 +1,12 @@
-"""What `mpidist info` says of launchers, nodes, cores and devices."""
+"""`mpidist info`: what it says of launchers, nodes, cores, devices and settings."""
+
+import json
 
 import pytest
 
+from mpidist import _cli
 from mpidist._cli import facts, info_command, system_checks
-from mpidist._cli.facts import Job, launcher_facts, sizes_text
+from mpidist._cli.facts import launcher_facts, sizes_text
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -12,6 +15,27 @@ STEP = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
     "SLURM_PROCID": "4",
 }
+
+
+@pytest.mark.core
+def test_json(monkeypatch, capsys):
+    monkeypatch.setenv("MPIDIST_TIMEOUT", "77")
+    assert _cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ranks"], found["problems"]) == (1, [])
+    assert found["nodes"][0]["ranks"] == [0]
+    assert found["open_files"]["limit"] > found["open_files"]["needed"] > 0
+    assert found["environment"]["MPIDIST_TIMEOUT"] == "77"
+    strategy = found["strategy"]
+    assert (strategy["timeout_seconds"], strategy["guard"]) == (77, True)
+    assert set(strategy["transports"]) == {"host", "gpu"}
+
+
+def test_there_can_be_no_strategy(capsys):
+    assert _cli.main(["info", "--device", "gpu:999"]) == 1
+    out = capsys.readouterr().out
+    assert "problems     MPIStrategy cannot be made: " in out
+    assert "gpu:999" in out
 
 
 @pytest.mark.parametrize(
@@ -38,10 +62,9 @@ def test_launchers(variables, text):
     found = launcher_facts(variables)
     assert info_command.launcher_text(found) == text
     by_srun = found["name"].startswith("srun")
-    assert found["tasks_per_node"] == ([2, 2, 1] if by_srun else None)
-    assert found["slurm_mpi_type"] == (
-        variables.get("SLURM_MPI_TYPE", "none") if by_srun else None
-    )
+    kind = variables.get("SLURM_MPI_TYPE", "none")
+    of_srun = (found["tasks_per_node"], found["slurm_mpi_type"])
+    assert of_srun == (([2, 2, 1], kind) if by_srun else (None, None))
 
 
 def use(allowed, machine=64, quota=None, slurm=None):
@@ -66,12 +89,6 @@ def test_cores_that_the_job_has(ranks, text):
     assert system_checks.cores_text(ranks) == text
 
 
-def test_the_cores_of_this_process():
-    found = Job().mine["cores"]
-    assert 1 <= len(found["allowed"]) <= found["machine"]
-    assert found["quota"] is None or found["quota"] > 0
-
-
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
@@ -85,35 +102,38 @@ def test_sizes_of_nodes(sizes, text):
     assert sizes_text(sizes) == text
 
 
-def describe(names, gpus, visible, request="auto"):
-    """Return the lines of two nodes of two ranks, or of one of one."""
-    devices = [f"/rank:{rank}/device:{name}" for rank, name in enumerate(names)]
-    ranks = [
-        {"gpu": {"gpus": n}, "environment": {"CUDA_VISIBLE_DEVICES": v} if v else {}}
-        for n, v in zip(gpus, visible, strict=True)
-    ]
-    nodes = [[0, 1], [2, 3]] if len(names) == 4 else [[0]]
-    return info_command.describe_devices(devices, nodes, ranks, request)
+WHY = "the rank's number on its node, modulo 2 GPUs that it sees"
 
 
-def test_devices_and_why():
-    names = ("GPU:0", "GPU:1", "GPU:0", "GPU:1")
-    (line,) = describe(names, [2] * 4, [None] * 4)
-    assert line == (
-        "GPU:0, GPU:1; the rank's number on its node, modulo 2 GPUs that it sees"
-    )
-    (line,) = describe(names, [2] * 4, ["2,3"] * 4)
-    assert line.endswith("sees (CUDA_VISIBLE_DEVICES=2,3)")
-    (line,) = describe(("GPU:0",) * 4, [1] * 4, ["0", "1", "0", "1"])
-    assert line == (
-        "GPU:0 for all ranks; each rank sees its own: CUDA_VISIBLE_DEVICES=0, 1"
-    )
-    mixed = ("GPU:0", "GPU:1", "CPU:0", "CPU:0")
-    first, second = describe(mixed, [2, 2, 0, 0], [None] * 4)
-    assert first.startswith("node 0: GPU:0, GPU:1; ")
-    assert second == "node 1: CPU:0 for all ranks; no GPU is found"
-    (line,) = describe(("CPU:0",), [1], [None], "cpu")
-    assert line == "CPU:0; --device cpu"
+@pytest.mark.parametrize(
+    ("names", "gpus", "visible", "request_", "lines"),
+    [
+        ("GPU:0 GPU:1 GPU:0 GPU:1", 2, "", "auto", [f"GPU:0, GPU:1; {WHY}"]),
+        (
+            *("GPU:0 GPU:1 GPU:0 GPU:1", 2, "2,3 2,3 2,3 2,3", "auto"),
+            [f"GPU:0, GPU:1; {WHY} (CUDA_VISIBLE_DEVICES=2,3)"],
+        ),
+        (
+            *("GPU:0 GPU:0 GPU:0 GPU:0", 1, "0 1 0 1", "auto"),
+            ["GPU:0 for all ranks; each rank sees its own: CUDA_VISIBLE_DEVICES=0, 1"],
+        ),
+        (
+            *("GPU:0 GPU:1 CPU:0 CPU:0", 2, "", "auto"),
+            [
+                f"node 0: GPU:0, GPU:1; {WHY}",
+                "node 1: CPU:0 for all ranks; no GPU is found",
+            ],
+        ),
+        ("CPU:0", 1, "", "cpu", ["CPU:0; --device cpu"]),
+    ],
+)
+def test_devices_and_why(names, gpus, visible, request_, lines):
+    """Of two nodes of two ranks, or of one of one."""
+    devices = [f"/rank:{k}/device:{name}" for k, name in enumerate(names.split())]
+    seen = [{"CUDA_VISIBLE_DEVICES": v} for v in visible.split()] or [{}] * len(devices)
+    ranks = [{"gpu": {"gpus": gpus}, "environment": one} for one in seen]
+    nodes = [[0, 1], [2, 3]] if len(devices) == 4 else [[0]]
+    assert info_command.describe_devices(devices, nodes, ranks, request_) == lines
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""`mpidist check`: what each check finds, in one process."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from mpidist import _cli
+from mpidist._cli import system_checks
+from mpidist._cli.facts import CheckFailedError, Job, attempt, ok
+
+
+def test_it_prints_a_line_each(capsys):
+    assert _cli.main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert "\noptimizer       ok      the copies of the weights" in out
+    assert "\nmismatch        ok      not tried: there is one rank" in out
+    assert "\nopen files      ok      " in out
+    assert out.rstrip().endswith("all is well")
+
+
+def test_a_launcher_of_another_mpi(monkeypatch, capsys):
+    monkeypatch.setenv("MV2_COMM_WORLD_SIZE", "2")
+    assert _cli.main(["info"]) == 1
+    out = capsys.readouterr().out
+    assert "mpirun of MVAPICH2 started 2 processes, but to mpi4py" in out
+    assert "use the mpirun of the environment that mpi4py is in" in out
+    assert _cli.main(["check"]) == 1
+    first, second, _, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("ranks           FAILED  mpirun of MVAPICH2 started 2 pro")
+    assert "-> the launcher is that of another MPI library; use the mpirun" in second
+    assert last == "1 of 1 checks failed"
+
+
+def test_folders(tmp_path):
+    missing = tmp_path / "no"
+    with pytest.raises(CheckFailedError, match=f"rank 0 cannot write to {missing}: No"):
+        system_checks.check_folder(Job(), str(missing))
+    assert system_checks.check_folder(Job(), "/dev/shm").state == "note"
+
+
+def test_gpus_that_ranks_share(monkeypatch):
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    job = Job()
+    job.mine["gpu"] = {"gpus": 0, "reason": "CuPy is not installed"}
+    assert system_checks.gpus(job).text.startswith("none: Cu")
+    job.mine["gpu"] = {"gpus": 2, "reason": ""}
+    assert system_checks.gpus(job) == ok("2, for 1 ranks of a node")
+    job.local_size = 4
+    found = system_checks.gpus(job)
+    assert found.text.startswith("the 4 ranks of a node share its GPUs (2)")
+    assert found.advice == "start one rank for each GPU"
+
+
+def test_the_cores_of_this_process():
+    found = Job().mine["cores"]
+    assert 1 <= len(found["allowed"]) <= found["machine"]
+    assert found["quota"] is None or found["quota"] > 0
+
+
+def test_a_limit_of_open_files_that_is_too_low():
+    job = Job()
+    assert system_checks.open_files(job).state == "ok"
+    job.nodes = [range(10**7)]
+    found = system_checks.open_files(job)
+    assert re.fullmatch(r"\d+ for each process; .* 40000032, which is more", found.text)
+    assert found.advice.startswith("`ulimit -n 40000032` before mpirun")
+
+
+def test_an_mpirun_of_another_mpi(tmp_path, monkeypatch):
+    job = Job()
+    vendor = job.mpi.get_vendor()[0]
+    other = {"Open MPI": "HYDRA build details:", "MPICH": "mpirun (Open MPI) 5.0"}
+    if vendor not in other:
+        pytest.skip(f"of {vendor} the other launcher is not known")
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\necho '{other[vendor]}'\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = system_checks.libraries(job)
+    assert found.state == "note"
+    assert found.text.startswith(f"mpi4py uses {vendor}, and {mpirun}, the first on")
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":/usr/bin:/bin")
+    assert system_checks.libraries(job).state == "ok"
+
+
+def test_libraries_of_a_process(tmp_path):
+    first, second = tmp_path / "libmpi.so.40", tmp_path / "libmpich.so.12"
+    for path in (first, second):
+        path.touch()
+    link = tmp_path / "libmpi.so"
+    link.symlink_to(first)
+    maps = tmp_path / "maps"
+
+    def loaded(*names):
+        row = "7f00-7f01 r-xp 00000000 08:01 1 {}\n"
+        maps.write_text("".join(row.format(name) for name in names))
+        return system_checks.loaded_libraries(maps)
+
+    found = loaded(first, link, "/usr/lib/libmpi_cxx.so.40", "[heap]")
+    assert found in ([str(first)], [str(link)])
+    assert loaded(first, second) == [str(first), str(second)]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        *(("/etc", "ext4"), ("/dev/shm/x", "tmpfs"), ("/dev/shmx", "ext4")),
+        *(("/home/a b/c", "nfs4"), ("/scratch", "lustre")),
+    ],
+)
+def test_kinds_of_file_systems(path, kind):
+    mounts = [
+        "/dev/a / ext4 rw 0 0",
+        "tmpfs /dev/shm tmpfs rw 0 0",
+        "server:/x /home/a\\040b nfs4 rw 0 0",
+        "s /scratch lustre rw 0 0",
+    ]
+    assert system_checks.file_system(path, mounts) == kind
+    assert system_checks.file_system(path, []) == "unknown"
+
+
+def test_an_exception_in_a_check_is_a_failure():
+    found = attempt(Job(), lambda job: 1 / 0)
+    expected = "FAILED", "ZeroDivisionError: division by zero"
+    assert (found.state, found.text) == expected
