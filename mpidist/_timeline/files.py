@@ -9,7 +9,6 @@ import dataclasses
 import glob
 import gzip
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ from mpidist._timeline.recorder import (
 )
 
 _WINDOWS: Final = 32  # the most windows of time; and the fewest calls in one
-_NUMBER: Final = re.compile(r"\.rank(\d+)$")
 # Calls that end at nearly the same time on all ranks.
 _MEETINGS: Final = ("call", "end of section")
 
@@ -87,12 +85,9 @@ class Part:
 
 def find_parts(path: Path) -> list[Path]:
     """Return the parts of the timeline ``path`` that are there, by rank."""
-    found = []
-    for name in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
-        number = _NUMBER.search(name.name)
-        if number is not None:
-            found.append((int(number[1]), name))
-    return [name for _, name in sorted(found)]
+    parts = path.parent.glob(f"{glob.escape(path.name)}.rank*")
+    by_rank = {x.suffix.removeprefix(".rank"): x for x in parts}
+    return [by_rank[rank] for rank in sorted(filter(str.isdigit, by_rank), key=int)]
 
 
 def read_part(path: Path) -> Part:
@@ -109,9 +104,8 @@ def read_part(path: Path) -> Part:
             if part is None:
                 if about["format"] != FORMAT:
                     break
-                number = _NUMBER.search(path.name)
-                rank = int(number[1]) if number else 0
-                part = Part(rank, about["host"], about["boot"], about["epoch"])
+                place = about["host"], about["boot"], about["epoch"]
+                part = Part(event["pid"], *place)
             elif event["ph"] == "X":
                 part.events.append(span_of(event))
             elif event["name"] == STRATEGY:
@@ -166,17 +160,14 @@ def are_complete(parts: list[Part]) -> bool:
 def merge(parts: Sequence[Part]) -> Timeline:
     """Return the timeline of these parts of one job."""
     align(parts)
-    identities: dict[str, int] = {}
-    roots: dict[int, int] = {}  # the process that is rank 0, by strategy
+    made = [(part.rank, x) for part in parts for x in part.strategies.values()]
+    identities = dict.fromkeys(strategy["identity"] for _, strategy in made)
+    numbers = {identity: number for number, identity in enumerate(identities, 1)}
+    # The process that is rank 0, by strategy.
+    roots = {numbers[x["identity"]]: rank for rank, x in made if x["rank"] == 0}
     for part in parts:
-        numbers = {}
-        for number, strategy in part.strategies.items():
-            identity = strategy["identity"]
-            numbers[number] = identities.setdefault(identity, len(identities) + 1)
-            if strategy["rank"] == 0:
-                roots[numbers[number]] = part.rank
         for span in part.events:
-            span.strategy = numbers[span.strategy]
+            span.strategy = numbers[part.strategies[span.strategy]["identity"]]
     spans = [span for part in parts for span in part.events]
     begin = min((span.start for span in spans), default=0.0)
     for span in spans:

@@ -206,16 +206,8 @@ class Observers:
         span.nbytes = nbytes
         if text:
             self.name(text, number)
-        try:
-            with self._timed(span):
-                yield span
-        finally:
-            self._here.span = None
-            if section is not None:
-                section.number, section.end = span.number, span.end
-                section.raised = span.raised
-            if span.text:  # else the ranks have not met
-                self._tell("end", span, section)
+        with self._told("end", span, section):
+            yield span
 
     def name(self, text: str, number: int) -> None:
         """Set the text and number of the call in progress, if they are not set yet."""
@@ -267,19 +259,16 @@ class Observers:
         """
         name = getattr(function, "__qualname__", type(function).__qualname__)
         text = f"{END_OF}{call}({name})"
-        with self.section(text, guard.sequence + 1) as span:
+        with self.section(text, guard.sequence + 1) as span, self._told("end", span):
             try:
-                with self._timed(span):
-                    yield
+                yield
             finally:
                 span.text, span.number = text, guard.sequence
-                self._tell("end", span)
 
-    @contextlib.contextmanager
     def work(
         self, text: str, number: int = 0, kind: Kind = "section"
-    ) -> Iterator[None]:
-        """Observe the block as a part of this rank's own work.
+    ) -> AbstractContextManager[Any]:
+        """Return a context that is observed as a part of this rank's own work.
 
         Args:
             text: what it is.
@@ -287,12 +276,7 @@ class Observers:
             kind: of its span; or "waits for begun".
         """
         route = SECTION if kind == "section" else NO_ROUTE
-        span = self._span(kind, route, text, number)
-        try:
-            with self._timed(span):
-                yield
-        finally:
-            self._tell("work", span)
+        return self._told("work", self._span(kind, route, text, number))
 
     def makes_begun_calls(self) -> None:
         """Note that this thread makes the calls that were begun."""
@@ -322,15 +306,24 @@ class Observers:
         )
 
     @contextlib.contextmanager
-    def _timed(self, span: Span) -> Iterator[None]:
-        """Set the end of a span, and the exception that it ends with."""
+    def _told(
+        self, event: Event, span: Span, section: Span | None = None
+    ) -> Iterator[Span]:
+        """Set the end of a span, and the exception that it ends with; tell of it."""
         try:
-            yield
+            yield span
         except BaseException as error:
             span.raised = type(error).__name__
             raise
         finally:
             span.end = time.perf_counter()
+            if self._here.span is span:
+                self._here.span = None
+            if section is not None:
+                section.number, section.end = span.number, span.end
+                section.raised = span.raised
+            if span.text:  # else the ranks have not met
+                self._tell(event, span, section)
 
     def _tell(self, event: Event, span: Span, section: Span | None = None) -> None:
         for observer in self._observers:

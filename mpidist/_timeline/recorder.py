@@ -192,11 +192,9 @@ class Recorder:
 
     def flush(self) -> None:
         """Write what was recorded. A disk that is full ends the recording."""
-        if os.getpid() != self._process_id:
+        if self._file is None or os.getpid() != self._process_id:
             return
         self._flushed = time.perf_counter()
-        if self._file is None:
-            return
         events, self._events = self._events, []
         try:
             for event in events:

@@ -47,15 +47,10 @@ def this_process() -> Process:
     launcher, rank 0 of 1. The other attributes are always from the launcher.
     `mpidist.Strategy.cluster_resolver` has the same for all ranks, as MPI knows it.
     """
-    variables = os.environ
-    found = launcher.find_launch(variables)
-    name, local_rank, local_size, node = "", None, None, None
-    rank, size = 0, 1
-    if found is not None:
-        name = found.launcher
-        local_rank = found.local_rank
-        local_size, node = _place(variables, name)
-        rank, size = found.rank or 0, found.size or 1
+    found = launcher.find_launch() or launcher.Launch("", 0, 1)
+    name, local_rank = found.launcher, found.local_rank
+    local_size, node = _place(os.environ, name)
+    rank, size = found.rank or 0, found.size or 1
     # A replica that is a thread is in a process of its own kind: one, without MPI.
     running = None if threads.current() is not None else library.world_rank()
     if running is not None:

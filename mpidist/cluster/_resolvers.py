@@ -315,10 +315,8 @@ class UnionResolver(ClusterResolver):
         joined: dict[str, list[str] | dict[int, str]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
-                before = joined.get(job)
-                if not before:
-                    joined[job] = tasks
-                elif isinstance(before, list) and isinstance(tasks, list):
+                before = joined.get(job) or []
+                if isinstance(before, list) and isinstance(tasks, list):
                     joined[job] = before + tasks
                 else:
                     one, other = _by_index(before), _by_index(tasks)
