@@ -25,12 +25,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import launching
 
+_T = TypeVar("_T")
 _NET = "10.77.0"
 # `mpidist run`, which waits for mpirun 5 seconds where it would wait for 30.
 _IMPATIENT = """
@@ -184,14 +185,19 @@ class Hosts:
             )
         self._holders[name] = holder
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+        (found,) = self._await(name, lambda: children.read_text().split())
+        self._pids[name] = int(found)
+        (self._own / f"pid.{name}").write_text(found)
+
+    def _await(self, name: str, ready: Callable[[], _T]) -> _T:
+        """Wait until a function returns something true of a host, and return that."""
         end = time.monotonic() + _READY_SECONDS
-        while not (found := children.read_text().split()):
-            if holder.poll() is not None or time.monotonic() > end:
+        while not (found := ready()):
+            if time.monotonic() > end or self._holders[name].poll() is not None:
                 text = (self._own / f"log.{name}").read_text()
                 raise RuntimeError(f"host {name} did not start: {text}")
             time.sleep(0.01)
-        self._pids[name] = int(found[0])
-        (self._own / f"pid.{name}").write_text(found[0])
+        return found
 
     def _start(self, name: str) -> None:
         ready = self._own / f"ready.{name}"
@@ -230,12 +236,7 @@ class Hosts:
         if "--fork" not in flags:
             flags.append("--fork")
         self._hold(name, flags, "\n".join(lines))
-        end = time.monotonic() + _READY_SECONDS
-        while not ready.exists():
-            if time.monotonic() > end or self._holders[name].poll() is not None:
-                text = (self._own / f"log.{name}").read_text()
-                raise RuntimeError(f"host {name} did not start: {text}")
-            time.sleep(0.01)
+        self._await(name, ready.exists)
         port, inside = self._port(name), f"{self._address(name)}/24"
         self._switch(
             *("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0"),
@@ -375,11 +376,11 @@ class Hosts:
         if supervised:
             ranks_of = {_HEAD: counts[0], **ranks_of}
             command = [sys.executable, "-c", _IMPATIENT, "run"]
-            command += ["-n", str(sum(ranks_of.values()))]
-            environment |= self._settings(ranks_of)
         else:
-            command = self._launcher(ranks_of, environment)
-            command[1:1] = options
+            command = [launching.find_mpirun()]
+        environment |= self._settings(ranks_of)
+        command += [*options, "-n", str(sum(ranks_of.values()))]
+        if not supervised:
             python = str(self._own / "python") if self._elsewhere else sys.executable
             command.append(python)
         folder = self.folder if cwd is None else cwd
@@ -403,12 +404,16 @@ class Hosts:
                 process.wait()
 
     def _settings(self, ranks_of: Mapping[str, int]) -> dict[str, str]:
-        """Return the variables that have an mpirun start ranks on hosts."""
+        """Return the variables that have an mpirun start ranks on hosts.
+
+        The agent hands those of mpirun on to the ranks.
+        """
         open_mpi, agent = is_open_mpi(), str(self._own / "agent")
         file = self._own / "hostfile"
         row = "{} slots={}\n" if open_mpi else "{}:{}\n"
         file.write_text("".join(row.format(*one) for one in ranks_of.items()))
         if open_mpi:
+            crowded = sum(ranks_of.values()) > (os.cpu_count() or 1)
             return {
                 "PRTE_MCA_prte_default_hostfile": str(file),
                 "PRTE_MCA_plm_ssh_agent": agent,
@@ -418,6 +423,10 @@ class Hosts:
                 "OMPI_MCA_pml": "ob1",
                 "OMPI_MCA_btl": "self,sm,tcp",
                 "OMPI_MCA_btl_tcp_if_include": "eth0",
+                # Each host seems to have a core for each of its ranks, but they are
+                # those of the other hosts: a rank that spins keeps others from running,
+                # and making a strategy took 15 times as long.
+                "OMPI_MCA_mpi_yield_when_idle": str(int(crowded)),
             }
         names = self._own / "names"  # of Intel MPI, which wants the same ranks on each
         names.write_text("".join(f"{name}\n" for name in ranks_of))
@@ -430,40 +439,6 @@ class Hosts:
             "I_MPI_HYDRA_BOOTSTRAP": "ssh",
             "I_MPI_HYDRA_BOOTSTRAP_EXEC": agent,
         }
-
-    def _launcher(
-        self, ranks_of: Mapping[str, int], env: Mapping[str, str]
-    ) -> list[str]:
-        mpirun = launching.find_mpirun()
-        ranks = sum(ranks_of.values())
-        crowded = ranks > (os.cpu_count() or 1)
-        hosts = ",".join(f"{name}:{count}" for name, count in ranks_of.items())
-        agent = str(self._own / "agent")
-        carried_names = ("MPIDIST_", "OMP_", "OPENBLAS_", "PYTHON", "OMPI_MCA", "I_MPI")
-        carried = [
-            name for name in env if name == "PATH" or name.startswith(carried_names)
-        ]
-        if is_open_mpi():
-            forward = [word for name in carried for word in ("-x", name)]
-            return [
-                *(mpirun, "--prtemca", "plm_ssh_agent", agent, "--host", hosts),
-                *("--prtemca", "oob_tcp_if_include", "eth0"),
-                *("--bind-to", "none", "--mca", "pml", "ob1"),
-                # Each host seems to have a core for each of its ranks, but they are
-                # those of the other hosts: a rank that spins keeps others from running,
-                # and making a strategy took 15 times as long.
-                *("--mca", "mpi_yield_when_idle", str(int(crowded))),
-                *("--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"),
-                *("-n", str(ranks), *forward),
-            ]
-        # Of Intel MPI `-hosts` would fill one host after the other.
-        machines = self._own / "machines"
-        machines.write_text(hosts.replace(",", "\n") + "\n")
-        return [
-            *(mpirun, "-launcher", "ssh", "-launcher-exec", agent),
-            *("-machinefile", str(machines), "-n", str(ranks)),
-            *("-genvlist", ",".join(carried)),
-        ]
 
 
 class Job:

@@ -25,11 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import launching
 
+_T = TypeVar("_T")
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged")
 _PR_SET_PDEATHSIG = 1
 _GPUS = 2  # of each node; stand-ins
@@ -169,9 +171,7 @@ class Cluster:
         """Cancel all jobs, end all daemons, and remove the folder."""
         with contextlib.suppress(Exception):  # a cluster that did not start
             self.run("scancel", "--full", f"--user={getpass.getuser()}", timeout=10)
-            end = time.monotonic() + _DOWN_SECONDS
-            while self.run("squeue", "-h", timeout=10) and time.monotonic() < end:
-                time.sleep(0.1)
+            self.until(lambda: not self.run("squeue", "-h", timeout=10), _DOWN_SECONDS)
         for daemon in reversed(self._daemons):
             daemon.terminate()
         end = time.monotonic() + _DOWN_SECONDS
@@ -237,15 +237,14 @@ class Cluster:
             *(f"--key-file={key}", f"--pid-file={folder}/munged.pid"),
             *(f"--log-file={folder}/log/munged", f"--seed-file={folder}/munged.seed"),
         )
-        self._wait_for(lambda: (folder / "munge.socket").exists())
+        self.until((folder / "munge.socket").exists, _UP_SECONDS)
         self._daemon("slurmctld", "-D", "-c")
         for number in range(1, self._num_nodes + 1):
             self._nodes[f"node{number}"] = self._boot(f"node{number}")
-        self._wait_for(
-            lambda: (
-                self.run("sinfo", "-hN", "-pmain", "-o%t", check=False).count("idle")
-                == self._num_nodes
-            )
+        sinfo = "sinfo", "-hN", "-pmain", "-o%t"
+        self.until(
+            lambda: self.run(*sinfo, check=False).count("idle") == self._num_nodes,
+            _UP_SECONDS,
         )
 
     def _boot(self, name: str) -> subprocess.Popen[bytes]:
@@ -297,13 +296,17 @@ class Cluster:
         self._daemons.append(daemon)
         return daemon
 
-    def _wait_for(self, ready: object) -> None:
-        assert callable(ready)
-        end = time.monotonic() + _UP_SECONDS
-        while not ready():
+    def until(
+        self, ready: Callable[[], _T], seconds: float = 100.0, job: str = ""
+    ) -> _T:
+        """Wait until a function returns something true, of a job; return that."""
+        end = time.monotonic() + seconds
+        while not (found := ready()):
             if time.monotonic() > end:
-                raise RuntimeError(f"the cluster did not start:\n{self.logs()}")
+                about = f"{self.state(job)}\n{self.output(job)}\n" if job else ""
+                raise TimeoutError(about + self.logs())
             time.sleep(0.05)
+        return found
 
     def logs(self) -> str:
         """Return the ends of all logs of the daemons."""
@@ -365,16 +368,14 @@ class Cluster:
         text = self.run("scontrol", "-o", "show", "job", job, check=False)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def wait(self, job: str, *states: str, timeout: float = 100.0) -> dict[str, str]:
+    def wait(self, job: str, *states: str) -> dict[str, str]:
         """Wait until a job is in one of these states; no states: until it has ended."""
-        end = time.monotonic() + timeout
-        while True:
-            state = self.state(job)
-            if state.get("JobState") in (states or _ENDED):
-                return state
-            if time.monotonic() > end:
-                raise TimeoutError(f"{state}\n{self.output(job)}\n{self.logs()}")
-            time.sleep(0.1)
+
+        def state() -> dict[str, str]:
+            found = self.state(job)
+            return found if found.get("JobState") in (states or _ENDED) else {}
+
+        return self.until(state, job=job)
 
     def output(self, job: str) -> str:
         """Return what a job has written."""
@@ -383,10 +384,6 @@ class Cluster:
         except FileNotFoundError:
             return ""
 
-    def wait_for_output(self, job: str, text: str, timeout: float = 100.0) -> None:
+    def wait_for_output(self, job: str, text: str) -> None:
         """Wait until a job has written a text."""
-        end = time.monotonic() + timeout
-        while text not in self.output(job):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{text!r} is not in:\n{self.output(job)}")
-            time.sleep(0.05)
+        self.until(lambda: text in self.output(job), job=job)

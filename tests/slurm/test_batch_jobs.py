@@ -233,11 +233,7 @@ def test_the_jobs_of_an_array_get_their_indices(cluster):
     job = cluster.submit(SCRIPTS / "array.sbatch", "who.py", options=options)
     for index in range(4):
         path = cluster.folder / f"{job}_{index}.out"
-        end = time.monotonic() + 100
-        while not path.exists() or "replicas" not in path.read_text():
-            written = path.read_text() if path.exists() else ""
-            assert time.monotonic() < end, f"{written}\n{cluster.logs()}"
-            time.sleep(0.1)
+        cluster.until(lambda: path.exists() and "replicas" in path.read_text())  # noqa: B023
         assert f"replicas 2 sum 1 threads 1 index {index}" in path.read_text()
 
 
