@@ -299,16 +299,16 @@ def parse_size(text: str) -> int:
     Raises:
         ArgumentTypeError: if it has another form, or the size is below one byte.
     """
-    nbytes = 0
+    nbytes = 0.0
     if match := _SIZE.fullmatch(text.strip().upper()):
         number, letter, binary = match.groups()
         base = 1024 if binary else 1000
-        nbytes = int(float(number) * base ** " KMG".index(letter or " "))
-    if nbytes < 1:
+        nbytes = float(number) * base ** " KMG".index(letter or " ")
+    if not 1 <= nbytes < math.inf:
         raise ArgumentTypeError(
             f"expected a size such as 4B, 64KiB or 1MB, got {text!r}"
         )
-    return nbytes
+    return int(nbytes)
 
 
 def show_size(nbytes: int) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import glob
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from mpidist._timeline.recorder import (
 )
 
 _WINDOWS: Final = 32  # the most windows of time; and the fewest calls in one
+# What gzip raises for a file that is something else, or damaged.
+_NOT_COMPRESSED: Final = (EOFError, gzip.BadGzipFile, zlib.error)
 # Calls that end at nearly the same time on all ranks.
 _MEETINGS: Final = ("call", "end of section")
 
@@ -333,7 +336,7 @@ def read(path: Path) -> Timeline:
             for event in events
             if event["name"] == PROCESS
         }
-    except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, TypeError, KeyError, *_NOT_COMPRESSED) as error:
         raise FormatError(
             f"{path} is not a timeline of mpidist ({type(error).__name__}: {error})"
         ) from None

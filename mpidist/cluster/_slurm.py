@@ -106,7 +106,7 @@ class SlurmClusterResolver(ClusterResolver):
         elif isinstance(tasks_per_node, int):
             counts = [tasks_per_node] * len(nodes)
         else:
-            counts = [tasks_per_node[node] for node in nodes]
+            counts = [tasks_per_node.get(node, 0) for node in nodes]
         if len(counts) != len(nodes) or not nodes or min(counts) < 1:
             raise ValueError(
                 "SlurmClusterResolver: expected a number of tasks for each of the "

@@ -213,7 +213,7 @@ def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "4X", "KiB", "0.1B", "1e"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "4X", "KiB", "0.1B", "1e", "1e999"])
 def test_what_is_no_size(text):
     with pytest.raises(ArgumentTypeError, match="expected a size such as"):
         parse_size(text)

@@ -153,6 +153,17 @@ def test_other_files_are_no_timelines(path, text):
         files.read(path)
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda x: x[:-9], lambda x: x[:20] + b"?" * 20 + x[40:], lambda x: b"{}"]
+)
+def test_a_compressed_timeline_that_is_damaged(path, damage):
+    path = path.with_suffix(".json.gz")
+    files.write(files.Timeline({0: "a"}, [call(1, 0.0, 1.0)]), path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(files.FormatError, match="not a timeline of mpidist"):
+        files.read(path)
+
+
 # --- what is said of a timeline -------------------------------------------------------
 
 

@@ -181,6 +181,10 @@ def test_the_gpus_of_a_task(given, monkeypatch, variables, arguments, visible, e
             {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3"},
             *({}, ValueError, "number of tasks for each of the nodes"),
         ),
+        (
+            *(STEP, {"tasks_per_node": {"n09": 3}}, ValueError),
+            r"each of the nodes \['n09', 'n10'\], got \[3, 0\]",
+        ),
         (BY_MPIRUN, {}, RuntimeError, r"Open MPI, .* daemons, .*MPIStrategy\(\)\."),
     ],
 )
