@@ -37,7 +37,9 @@ _FLUSH_EVENTS: Final = 1000
 
 def event_of(span: Span) -> dict[str, Any]:
     """Return the event of a span."""
-    text = " ".join(span.text.split())
+    text = " ".join(span.text.split())[:_LONGEST_TEXT]
+    if span.kind == "section":
+        text = text.removeprefix(END_OF)
     args: dict[str, Any] = {
         "call": span.number,
         "text": text,
@@ -175,20 +177,10 @@ class Recorder:
         """Record a span at its end, after the section that ends with it."""
         if event == "begin" or self._stopped:
             return
-        if section is not None:
-            self._record(section)
-        self._record(span)
+        self._events += [event_of(x) for x in (section, span) if x is not None]
         late = span.end - self._flushed > _FLUSH_SECONDS or event == "waits"
         if late or len(self._events) >= _FLUSH_EVENTS or span.raised:
             self.flush()
-
-    def _record(self, span: Span) -> None:
-        event = event_of(span)
-        text: str = event["args"]["text"][:_LONGEST_TEXT]
-        if span.kind == "section":
-            text = text.removeprefix(END_OF)
-        event["args"]["text"] = text
-        self._events.append(event)
 
     def flush(self) -> None:
         """Write what was recorded. A disk that is full ends the recording."""
