@@ -73,6 +73,11 @@ def variable(strategy, value, **kwargs):
         return mpidist.Variable(value, **kwargs)
 
 
+def checkpoint_of(strategy, **values):
+    """Return a checkpoint of variables with these values."""
+    return mpidist.Checkpoint(**{k: variable(strategy, x) for k, x in values.items()})
+
+
 def on_read(strategy, value, aggregation):
     try:
         return variable(
@@ -90,14 +95,19 @@ def on_read(strategy, value, aggregation):
 def rewrite(manifest, change):
     """Give some entries of a manifest other values, and it the right checksum."""
     content = json.loads(manifest.read_text())
-    write_manifest(manifest, json.dumps({**content, **change(content)}, indent=1))
+    write_manifest(manifest, {**content, **change(content)})
 
 
-def write_manifest(manifest, text):
-    """Write JSON that begins with a checksum, with the right one."""
-    text = re.sub(r'"crc32": "\w+"', '"crc32": "00000000"', text, count=1)
-    checksum = f"{zlib.crc32(text.encode()):08x}"
-    manifest.write_text(text.replace("00000000", checksum, 1) + "\n")
+def write_manifest(manifest, content):
+    """Write a manifest whose first entry is a checksum, with the right one."""
+    manifest.write_bytes(sign(json.dumps(content, indent=1).encode()))
+
+
+def sign(manifest):
+    """Return the bytes of a manifest with the right checksum, at its place."""
+    start = len(b'{\n "crc32": "')
+    text = manifest[:start] + b"00000000" + manifest[start + 8 :].removesuffix(b"\n")
+    return text[:start] + b"%08x" % zlib.crc32(text) + text[start + 8 :] + b"\n"
 
 
 def flip_in_array(path, name):

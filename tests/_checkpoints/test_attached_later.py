@@ -15,6 +15,7 @@ import mpidist
 from mpidist import Checkpoint, Module
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
+several = pytest.mark.mpi(min_size=2)
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,18 @@ def restore(path, **objects):
     return Checkpoint(**objects).restore(path, partial=True)
 
 
+def warned_of(name, rank):
+    """Return a context in which rank 0 has to warn that something was not restored."""
+    warned = pytest.warns(RuntimeWarning, match=f"not restored, .*{name!r}; attached")
+    return warned if rank == 0 else contextlib.nullcontext()
+
+
+def training():
+    """Return a variable, an optimizer that is not built, and a generator."""
+    w = var(1)
+    return w, mpidist.optimizers.SGD(0.5, momentum=0.5), np.random.default_rng(3)
+
+
 @pytest.fixture
 def saved(folder):
     """The path of a checkpoint of a `net` with parts of all kinds."""
@@ -46,10 +59,12 @@ def saved(folder):
     return Checkpoint(net=net, inner=Checkpoint(w=var(6))).save(folder / "saved")
 
 
-def test_it_gets_its_value_when_it_is_attached(saved):
+def test_it_gets_its_value_when_it_is_attached(saved, rank):
     net, inner = Module(), Checkpoint()
     status = restore(saved, net=net, inner=inner)  # that Checkpoint is gone
     gc.collect()
+    if rank == 0:
+        shutil.rmtree(saved)  # its files are still open
     status.assert_existing_objects_matched().assert_nontrivial_match()
     with pytest.raises(AssertionError, match=r"only in the checkpoint: 'inner/w', 'n"):
         status.assert_consumed()
@@ -129,21 +144,17 @@ def test_one_object_in_two_places(folder):
 
 
 def test_optimizers_and_generators(folder):
-    def make():
-        w = var(1)
-        return w, mpidist.optimizers.SGD(0.5, momentum=0.5), np.random.default_rng(3)
-
     def step(w, optimizer):
         optimizer.apply_gradients([(np.float32(1), w)])
         return float(w)
 
-    w, optimizer, rng = make()
+    w, optimizer, rng = training()
     step(w, optimizer)
     rng.normal()
     path = Checkpoint(w=w, optimizer=optimizer, rng=rng).save(folder / "c")
     expected = step(w, optimizer), rng.normal()
 
-    w, optimizer, rng = make()
+    w, optimizer, rng = training()
     checkpoint = Checkpoint()
     status = checkpoint.restore(path, partial=True)
     checkpoint.w = w
@@ -153,15 +164,6 @@ def test_optimizers_and_generators(folder):
         status.assert_consumed()
     assert (step(w, optimizer), rng.normal()) == expected
     status.assert_consumed()
-
-
-def test_a_checkpoint_that_is_deleted_meanwhile(saved, rank):
-    net = Module()
-    restore(saved, net=net)
-    if rank == 0:
-        shutil.rmtree(saved)
-    net.w = var(0)
-    assert net.w == 5
 
 
 def test_a_copy_of_a_module_has_nothing_left(saved):
@@ -197,9 +199,8 @@ def test_what_does_not_fit_changes_nothing(saved):
         status.assert_consumed()
 
 
-def test_one_rank_attaches_alone(saved, strategy, rank, size):
-    if size == 1:
-        pytest.skip("needs several ranks")
+@several
+def test_one_rank_attaches_alone(saved, strategy, rank):
     net = Module()
     restore(saved, net=net)
     late = var(0)
@@ -240,10 +241,10 @@ def test_a_list_tells_nothing(saved, folder, rank):
     status = checkpoint.restore(saved, partial=True)
     net.l.append(var(0))
     assert net.l[0] == 0
-    with pytest.raises(AssertionError, match=r"not restored, .*'net/l/0'; attached .*"):
+    text = r"not restored, .*'net/l/0'; attached .*\(path, partial=True\)` once"
+    with pytest.raises(AssertionError, match=text):
         status.assert_existing_objects_matched()
-    warned = pytest.warns(RuntimeWarning, match=r"'net/l/0'.*\(path, partial=True\)` o")
-    with warned if rank == 0 else contextlib.nullcontext():
+    with warned_of("net/l/0", rank):
         checkpoint.save(folder / "other")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -255,12 +256,6 @@ def test_a_list_tells_nothing(saved, folder, rank):
     net.l.append(module(w=var(0)))
     net.w = var(0)  # this tells
     assert (net.w, net.l[1].w) == (5, 3)
-
-
-def warned_of(name, rank):
-    """Return a context in which rank 0 has to warn that something was not restored."""
-    warned = pytest.warns(RuntimeWarning, match=f"not restored, .*{name!r}; attached")
-    return warned if rank == 0 else contextlib.nullcontext()
 
 
 def test_run_restores_what_was_appended_before(saved, strategy):
@@ -277,7 +272,7 @@ def test_run_restores_what_was_appended_before(saved, strategy):
     assert (net.w, net.l[0]) == (5, 9)
 
 
-@pytest.mark.mpi(min_size=2)
+@several
 def test_the_next_run_looks_if_one_rank_makes_another_call(saved, strategy, rank):
     net = module(l=[])
     restore(saved, net=net)
@@ -337,6 +332,15 @@ def test_a_variable_from_before_the_restore_is_not_set_back(saved, rank):
     assert late == 7
 
 
+def test_what_was_not_restored_is_told_when_the_objects_go(saved, rank):
+    net = module(l=[])
+    restore(saved, net=net)
+    net.l.append(var(0))
+    with warned_of("net/l/0", rank):
+        del net
+        gc.collect()
+
+
 def test_copies_that_one_rank_has_changed(saved, strategy, rank):
     """All ranks do the same, although only one of them sees that."""
     net = module(l=[])
@@ -352,17 +356,13 @@ def test_copies_that_one_rank_has_changed(saved, strategy, rank):
 
 
 def test_an_optimizer_and_a_generator_in_a_list(folder, rank):
-    def make():
-        w = var(1)
-        return w, mpidist.optimizers.SGD(0.5, momentum=0.5), np.random.default_rng(3)
-
-    w, optimizer, rng = make()
+    w, optimizer, rng = training()
     optimizer.apply_gradients([(np.float32(1), w)])
     optimizer.learning_rate = 0.25
     path = Checkpoint(w=w, list=[optimizer], other=[rng]).save(folder / "c")
     checkpoint = Checkpoint(w=var(0), list=[], other=[])
     checkpoint.restore(path, partial=True)
-    other, optimizer, rng = make()
+    other, optimizer, rng = training()
     checkpoint.list.append(optimizer)
     checkpoint.w = other
     assert optimizer.learning_rate == 0.25
@@ -375,23 +375,12 @@ def test_an_optimizer_and_a_generator_in_a_list(folder, rank):
     assert rng.bit_generator.state == expected  # who knows what it has drawn
 
 
-def test_run_does_not_restore_what_one_rank_has_alone(saved, strategy, rank, size):
+@several
+def test_run_does_not_restore_what_one_rank_has_alone(saved, strategy, rank):
     """Such as an object that the garbage collector has not met there."""
-    if size == 1:
-        pytest.skip("needs several ranks")
     net, late = module(l=[]), []
     restore(saved, net=net)
     (late if rank else net.l).append(var(0))
     strategy.run(lambda: None)
     assert [float(x) for x in net.l + late] == [0]
     net.l.clear()
-
-
-def test_what_was_not_restored_is_told_at_the_end(saved, rank):
-    net = module(l=[])
-    restore(saved, net=net)
-    net.l.append(var(0))
-    warned = pytest.warns(RuntimeWarning, match="'net/l/0'")
-    with warned if rank == 0 else contextlib.nullcontext():
-        del net
-        gc.collect()

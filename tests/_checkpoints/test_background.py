@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from checkpoint_objects import Iterator, variable
+from checkpoint_objects import Iterator, checkpoint_of, variable
 from launching import run_ranks
 from replicas import (
     assert_usable,
@@ -24,13 +24,14 @@ import mpidist
 
 
 class Disk:
-    """Has `os.fsync` wait until it is let go, and then perhaps fail."""
+    """Has `os.fsync` wait, on this rank, until it is let go, and then perhaps fail."""
 
     def __init__(self, monkeypatch):
         self.event = threading.Event()
         self.error = None
         self._fsync = os.fsync
-        monkeypatch.setattr(os, "fsync", self.fsync)
+        if monkeypatch is not None:
+            monkeypatch.setattr(os, "fsync", self.fsync)
 
     def fsync(self, fd):
         assert self.event.wait(60)
@@ -38,21 +39,18 @@ class Disk:
             raise self.error
         self._fsync(fd)
 
+    def let_go(self, error=None):
+        self.error = error
+        self.event.set()
+
 
 @pytest.fixture
 def disk(monkeypatch, rank):
     """Return a disk that waits on rank 0."""
-    made = Disk(monkeypatch) if rank == 0 else None
+    made = Disk(monkeypatch if rank == 0 else None)
     everywhere(None)
     yield made
-    if made is not None:
-        made.event.set()
-
-
-def let_go(disk, error=None):
-    if disk is not None:
-        disk.error = error
-        disk.event.set()
+    made.event.set()
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
@@ -73,7 +71,7 @@ def test_what_is_saved_is_the_state_at_the_call(strategy, folder, rank, disk):
     rows[:] = 7
     assert mpidist.latest_checkpoint(folder) is None
     assert_usable(strategy)
-    let_go(disk)
+    disk.let_go()
     checkpoint.wait()
     checkpoint.wait()
     if rank == 0:
@@ -88,8 +86,8 @@ def test_what_is_saved_is_the_state_at_the_call(strategy, folder, rank, disk):
 @pytest.mark.parametrize("how", ["wait", "save", "restore", "close", "manager"])
 def test_who_waits_for_it_and_raises_its_error(new_strategy, folder, rank, disk, how):
     strategy = new_strategy()
-    checkpoint = mpidist.Checkpoint(w=variable(strategy, 1.0))
-    other = mpidist.Checkpoint(v=variable(strategy, 1.0))
+    checkpoint = checkpoint_of(strategy, w=1.0)
+    other = checkpoint_of(strategy, v=1.0)
     calls = {
         "wait": other.wait,
         "save": lambda: other.save(folder / "b"),
@@ -99,13 +97,13 @@ def test_who_waits_for_it_and_raises_its_error(new_strategy, folder, rank, disk,
     }
     checkpoint.save(folder / "a", wait=False)
     set_deadline(strategy, 60.0)
-    let_go(disk, FULL)
+    disk.let_go(FULL)
     with pytest.raises(OSError, match="No space left on device: 'the file'") as caught:
         calls[how]()
     assert caught.value.errno == errno.ENOSPC
     assert any("wait=False" in note for note in caught.value.__notes__)
-    if disk is not None:
-        disk.error = None
+    disk.error = None
+    if rank == 0:
         assert os.listdir(folder) == []
     assert_usable(strategy)
     checkpoint.save(folder / "b", wait=False)
@@ -120,27 +118,25 @@ def test_who_waits_for_it_and_raises_its_error(new_strategy, folder, rank, disk,
 def test_the_manager_knows_a_checkpoint_when_it_is_complete(
     strategy, folder, rank, disk
 ):
-    step = variable(strategy, 0)
-    checkpoint = mpidist.Checkpoint(step=step)
+    checkpoint = checkpoint_of(strategy, step=0)
     manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=1)
     path = manager.save(wait=False)
     assert manager.latest_checkpoint is None
-    let_go(disk)
+    disk.let_go()
     manager.sync()
     assert manager.checkpoints == [path]
-    step.assign(1)
+    checkpoint.step.assign(1)
     second = manager.save(wait=False)
     assert manager.latest_checkpoint == path  # which is kept until the next save
     assert manager.restore_or_initialize() == second
     assert manager.checkpoints == [path, second]
-    if disk is not None:
-        disk.error = FULL
+    disk.error = FULL
     manager.save(wait=False)
     with pytest.raises(OSError, match="No space left"):
         manager.save()
     assert manager.checkpoints == [second]
-    if disk is not None:
-        disk.error = None
+    disk.error = None
+    if rank == 0:
         assert os.listdir(folder) == ["ckpt-2"]
     assert manager.save(wait=False).endswith("ckpt-3")
     checkpoint.wait()
@@ -149,7 +145,7 @@ def test_the_manager_knows_a_checkpoint_when_it_is_complete(
 
 @on_ranks
 def test_errors_before_the_write_are_raised_at_once(strategy, folder, rank):
-    checkpoint = mpidist.Checkpoint(w=variable(strategy, 1j))
+    checkpoint = checkpoint_of(strategy, w=1j)
     with pytest.raises(ValueError, match="safetensors has no dtype complex128"):
         checkpoint.save(folder / "a", format="safetensors", wait=False)
     checkpoint.wait()
@@ -182,7 +178,7 @@ def test_tensors_are_copied(tmp_path, monkeypatch, library):
         checkpoint.save(tmp_path / "a", wait=False)
         checkpoint.tree = {"x": jax.jit(lambda x: x + 1, donate_argnums=0)(x)}
         name = "tree/x"
-    disk.event.set()
+    disk.let_go()
     checkpoint.wait()
     np.testing.assert_array_equal(mpidist.load_checkpoint(tmp_path / "a")[name], before)
 

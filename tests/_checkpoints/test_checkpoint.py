@@ -18,6 +18,7 @@ from checkpoint_objects import (
     Iterator,
     Momentum,
     assert_same_bits,
+    checkpoint_of,
     on_read,
     per_rank,
     values_of,
@@ -59,6 +60,23 @@ SHAPES = [(), (0, 3), (5,), (3, 4)]
 # --- there and back -----------------------------------------------------------------
 
 
+def read_elsewhere(path, format):
+    """Return the arrays of a checkpoint, read without mpidist."""
+    if format == "npz":
+        with np.load(path / "arrays-1.npz", allow_pickle=False) as arrays:
+            return dict(arrays)
+    raw = (path / "arrays-1.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    dtypes = {"F32": "<f4", "I64": "<i8"}
+    found = {}
+    for name, entry in json.loads(raw[8 : 8 + length]).items():
+        if entry["dtype"] in dtypes:
+            data = raw[8 + length :][slice(*entry["data_offsets"])]
+            x = np.frombuffer(data, dtypes[entry["dtype"]])
+            found[name] = x.reshape(entry["shape"])
+    return found
+
+
 @core_on_ranks
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 def test_arrays_of_all_kinds_come_back_bit_for_bit(strategy, folder, rank, format):
@@ -84,28 +102,11 @@ def test_arrays_of_all_kinds_come_back_bit_for_bit(strategy, folder, rank, forma
         reader = mpidist.load_checkpoint(path)
         reader.verify()
         assert sorted(reader) == sorted(f"v/{name}" for name in values)
+        elsewhere = read_elsewhere(folder / "a", format)
         for name, x in values.items():
             assert_same_bits(reader[f"v/{name}"], x)
-
-
-@on_ranks
-def test_other_programs_can_read_the_arrays(strategy, folder, rank):
-    w = variable(strategy, np.asfortranarray(values_of("float32", (3, 4))))
-    step = variable(strategy, 7)
-    checkpoint = mpidist.Checkpoint(model={"w/0": w}, step=step)
-    checkpoint.save(folder / "npz")
-    checkpoint.save(folder / "st", format="safetensors")
-    if rank == 0:
-        with np.load(folder / "npz" / "arrays-1.npz", allow_pickle=False) as arrays:
-            assert_same_bits(arrays["model/w/0"], w.numpy())
-            assert_same_bits(arrays["step"], np.asarray(7))
-        raw = (folder / "st" / "arrays-1.safetensors").read_bytes()
-        (length,) = struct.unpack("<Q", raw[:8])
-        header = json.loads(raw[8 : 8 + length])
-        assert header["model/w/0"]["dtype"] == "F32"
-        begin, end = header["model/w/0"]["data_offsets"]
-        found = np.frombuffer(raw[8 + length :][begin:end], "<f4").reshape(3, 4)
-        assert_same_bits(found, w.numpy())
+            if x.dtype.name in ("float32", "int64"):
+                assert_same_bits(elsewhere[f"v/{name}"], x)
 
 
 @core_on_ranks
@@ -206,18 +207,34 @@ def test_a_sync_on_read_variable_without_aggregation_is_refused(strategy, folder
 def test_many_ranks_save_and_each_restores_alone(
     strategy, alone, same_folder, rank, size
 ):
-    path = same_folder
-    shared, own = np.random.default_rng(5), np.random.default_rng([5, rank])
-    w = variable(strategy, values_of("float32", (4, 3)))
-    mpidist.Checkpoint(w=w, shared=shared, own=own).save(path / "a")
+    path = same_folder / "a"
+    value, iterator = values_of("float32", (4, 3)), Iterator(10 + rank)
+    w = variable(strategy, value)
+    rngs = {"shared": np.random.default_rng(5), "own": np.random.default_rng([5, rank])}
+    checkpoint = mpidist.Checkpoint(w=w, **rngs, it=iterator)
+    checkpoint.save(path)
+    iterator.position = 0
+    checkpoint.restore(path)
+    assert iterator.position == 10 + rank
 
-    mine = variable(alone, np.zeros((4, 3), np.float32))
-    rngs = np.random.default_rng(8), np.random.default_rng(9)
-    checkpoint = mpidist.Checkpoint(w=mine, shared=rngs[0], own=rngs[1])
-    checkpoint.restore(path / "a")
-    assert_same_bits(mine.numpy(), w.numpy())
-    assert rngs[0].random() == shared.random()
-    assert rngs[1].random() == np.random.default_rng([5, 0]).random()
+    mine, it = variable(alone, np.zeros((4, 3), np.float32)), Iterator(3)
+    shared, own = np.random.default_rng(8), np.random.default_rng(9)
+    fewer = mpidist.Checkpoint(w=mine, shared=shared, own=own, it=it)
+    if size > 1:
+        text = f"'it' was saved with another state on each of {size} replicas"
+        with pytest.raises(mpidist.CheckpointError, match=text):
+            fewer.restore(path)
+        assert it.position == 3
+        assert not mine.numpy().any()
+        it.merge_states = lambda states: {
+            "position": sum(state["position"] for state in states)
+        }
+        fewer = mpidist.Checkpoint(w=mine, shared=shared, own=own, it=it)
+    fewer.restore(path)
+    assert it.position == sum(10 + r for r in range(size))
+    assert_same_bits(mine.numpy(), value)
+    assert shared.random() == rngs["shared"].random()
+    assert own.random() == np.random.default_rng([5, 0]).random()
 
 
 @core_on_ranks
@@ -242,37 +259,6 @@ def test_one_rank_saves_and_many_restore(
     assert len(set(drawn)) == (size if own else 1)
     checkpoint.restore(path / "a")  # the new streams follow from what was saved
     assert mine.random() == first
-
-
-@on_ranks
-def test_states_that_differ_between_ranks(
-    strategy, alone, tmp_path_factory, rank, size
-):
-    path = everywhere(tmp_path_factory.mktemp("c") if rank == 0 else None)[0]
-    iterator = Iterator(10 + rank)
-    checkpoint = mpidist.Checkpoint(it=iterator, step=variable(strategy, 0))
-    checkpoint.save(path / "a")
-    iterator.position = 0
-    checkpoint.restore(path / "a")
-    assert iterator.position == 10 + rank
-
-    mine = Iterator(3)
-    fewer = mpidist.Checkpoint(it=mine, step=variable(alone, 1))
-    if size == 1:
-        fewer.restore(path / "a")
-        assert mine.position == 10
-    else:
-        text = f"'it' was saved with another state on each of {size} replicas"
-        with pytest.raises(mpidist.CheckpointError, match=text):
-            fewer.restore(path / "a")
-        assert mine.position == 3
-        assert fewer.step.numpy() == 1
-        mine.merge_states = lambda states: {
-            "position": sum(state["position"] for state in states)
-        }
-        mpidist.Checkpoint(it=mine, step=fewer.step).restore(path / "a")
-        assert mine.position == sum(10 + r for r in range(size))
-        assert fewer.step.numpy() == 0
 
 
 # --- all or nothing -----------------------------------------------------------------
@@ -342,14 +328,13 @@ def test_a_state_that_one_rank_refuses_changes_nothing(strategy, folder, rank, s
 
 @core_on_ranks
 def test_copies_that_have_drifted_are_found(strategy, folder, rank, size):
-    w = variable(strategy, np.zeros(1000))
-    checkpoint = mpidist.Checkpoint(w=w, step=variable(strategy, 0))
+    checkpoint = checkpoint_of(strategy, w=np.zeros(1000), step=0)
     checkpoint.save(folder / "a")
     if size == 1:
         return
     odd = size - 1
     if rank == odd:
-        array_of(w)[500] = 1e-300
+        array_of(checkpoint.w)[500] = 1e-300
     names = f"rank {odd} has another value than rank"
     with pytest.raises(mpidist.CollectiveMismatchError, match=f"'w'.*{names}"):
         checkpoint.save(folder / "a")
@@ -405,9 +390,8 @@ def test_a_file_system_that_refuses_is_told_to_all(
 ):
     owner, name, number, at = REFUSALS[how]
     strategy = new_strategy(guard="guard" not in how)
-    w = variable(strategy, np.arange(5.0))
-    step = variable(strategy, 1)
-    checkpoint = mpidist.Checkpoint(w=w, step=step)
+    checkpoint = checkpoint_of(strategy, w=np.arange(5.0), step=1)
+    w, step = checkpoint.w, checkpoint.step
     checkpoint.save(folder / "a")
     w.assign(np.full(5, 7.0))
     step.assign(2)
@@ -445,8 +429,7 @@ def test_a_file_system_that_refuses_is_told_to_all(
 
 @core_by_mpi
 def test_a_folder_that_is_deleted_during_a_save(strategy, folder, rank, monkeypatch):
-    w = variable(strategy, 1.0)
-    checkpoint = mpidist.Checkpoint(w=w)
+    checkpoint = checkpoint_of(strategy, w=1.0)
     fsync = os.fsync
 
     def delete(fd):
@@ -465,8 +448,7 @@ def test_a_folder_that_is_deleted_during_a_save(strategy, folder, rank, monkeypa
 
 @pytest.mark.mpi
 def test_a_limit_on_the_file_size_is_met_amid_an_array(strategy, folder, rank):
-    w = variable(strategy, np.arange(100_000.0))
-    checkpoint = mpidist.Checkpoint(a=variable(strategy, 1), w=w)
+    checkpoint = checkpoint_of(strategy, a=1, w=np.arange(100_000.0))
     checkpoint.save(folder / "a")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
@@ -486,10 +468,9 @@ def test_a_limit_on_the_file_size_is_met_amid_an_array(strategy, folder, rank):
 @pytest.mark.mpi
 def test_the_others_wait_for_a_slow_disk(new_strategy, folder, rank, monkeypatch):
     strategy = new_strategy()
-    v = variable(strategy, 1.0)
     if rank == 0:
         monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.9))
-    checkpoint = mpidist.Checkpoint(v=v)
+    checkpoint = checkpoint_of(strategy, v=1.0)
     start = time.monotonic()  # before rank 0 begins
     set_deadline(strategy, 2.0)
     checkpoint.save(folder / "a")
@@ -502,9 +483,7 @@ def test_the_others_wait_for_a_slow_disk(new_strategy, folder, rank, monkeypatch
 def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
     if size == 1:
         return
-    checkpoint = mpidist.Checkpoint(
-        v=variable(strategy, np.zeros(1000)), w=variable(strategy, np.zeros(1000))
-    )
+    checkpoint = checkpoint_of(strategy, v=np.zeros(1000), w=np.zeros(1000))
 
     def sent(call):
         guard = group_of(strategy).guard
@@ -523,25 +502,24 @@ def test_what_a_save_and_a_restore_send(strategy, folder, rank, size):
 
 @on_ranks
 def test_paths_that_can_not_be(strategy, folder, rank):
-    step = variable(strategy, 0)
-    checkpoint = mpidist.Checkpoint(step=step)
-    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint at .*missing"):
-        checkpoint.restore(folder / "missing")
+    checkpoint = checkpoint_of(strategy, step=0)
     if rank == 0:
         (folder / "file").write_text("x")
         (folder / "mine").mkdir()
         (folder / "mine" / "thesis.tex").write_text("x")
         (folder / "empty").mkdir()
-    with pytest.raises(FileExistsError, match="got a file"):
-        checkpoint.save(folder / "file")
-    with pytest.raises(FileExistsError, match=r"with 'thesis.tex' in it"):
-        checkpoint.save(folder / "mine")
-    with pytest.raises(FileNotFoundError):
-        checkpoint.restore(folder / "mine")
-    with pytest.raises(NotADirectoryError):
-        checkpoint.save(folder / "file" / "below")
-    with pytest.raises(TypeError, match="expected a path"):
-        checkpoint.save(3)
+    for path in ("missing", "mine"):
+        text = f"there is no checkpoint at .*{path}"
+        with pytest.raises(FileNotFoundError, match=text):
+            checkpoint.restore(folder / path)
+    for path, error, text in (
+        (folder / "file", FileExistsError, "got a file"),
+        (folder / "mine", FileExistsError, "with 'thesis.tex' in it"),
+        (folder / "file" / "below", NotADirectoryError, None),
+        (3, TypeError, "expected a path"),
+    ):
+        with pytest.raises(error, match=text):
+            checkpoint.save(path)
     with pytest.raises(ValueError, match='"npz" or "safetensors"'):
         checkpoint.save(folder / "a", format="pickle")
     checkpoint.save(folder / "empty")
@@ -566,29 +544,26 @@ def test_ranks_that_save_different_things(strategy, folder, rank, size):
 
 @on_ranks
 def test_the_path_of_rank_0_is_used(strategy, folder, rank, size):
-    v = variable(strategy, 1.0)
-    checkpoint = mpidist.Checkpoint(v=v)
+    checkpoint = checkpoint_of(strategy, v=1.0)
     mine = folder / ("a" if rank == 0 else f"own-{rank}/a")
     assert checkpoint.save(mine) == str(everywhere(folder / "a")[0])
-    v.assign(2.0)
+    checkpoint.v.assign(2.0)
     assert checkpoint.restore(mine) == ["v"]
-    assert v.numpy() == 1.0
+    assert checkpoint.v == 1.0
     # Of ranks that do not see the folder, `latest_checkpoint` is None.
     assert checkpoint.restore(mine if rank == 0 else None) == ["v"]
+    assert checkpoint.restore(None if rank == 0 else mine) == []
     if rank == 0:
         assert os.listdir(folder) == ["a"]
-    if size > 1:
+    for other in (3, None) if size > 1 else ():
         with pytest.raises(TypeError, match="expected a path"):
-            checkpoint.save(mine if rank == 0 else 3)
-        with pytest.raises(TypeError, match="expected a path"):
-            checkpoint.save(mine if rank == 0 else None)
+            checkpoint.save(mine if rank == 0 else other)
 
 
 @on_ranks
-def test_no_path_restores_nothing(strategy, folder, rank):
+def test_no_path_restores_nothing(strategy, folder):
     """As in `checkpoint.restore(manager.latest_checkpoint)` at the first start."""
-    v = variable(strategy, 1.0)
-    checkpoint = mpidist.Checkpoint(v=v)
+    checkpoint = checkpoint_of(strategy, v=1.0)
     manager = mpidist.CheckpointManager(checkpoint, folder / "run")
     status = checkpoint.restore(manager.latest_checkpoint)
     assert status == []
@@ -600,17 +575,14 @@ def test_no_path_restores_nothing(strategy, folder, rank):
     ):
         with pytest.raises(AssertionError, match="the path was None"):
             check()
-    assert checkpoint.restore(None if rank == 0 else folder / "elsewhere") == []
-    assert v.numpy() == 1.0
-    v.assign(3.0)
+    assert checkpoint.v == 1.0
     manager.save()
     assert checkpoint.restore(manager.latest_checkpoint).assert_consumed() == ["v"]
 
 
 @on_ranks
 def test_only_at_program_level(strategy, folder, rank):
-    v = variable(strategy, 0.0)
-    checkpoint = mpidist.Checkpoint(v=v)
+    checkpoint = checkpoint_of(strategy, v=0.0)
 
     def in_merge():
         context = mpidist.get_replica_context()
@@ -641,7 +613,7 @@ def test_which_ranks_save_together(strategy, new_strategy, folder, size):
     with strategy.scope():
         checkpoint = mpidist.Checkpoint(rng=rng)
     checkpoint.save(folder / "a")  # by the strategy in whose scope it was made
-    checkpoint = mpidist.Checkpoint(a=variable(strategy, 0))
+    checkpoint = checkpoint_of(strategy, a=0)
     with other.scope(), pytest.raises(RuntimeError, match="Mixing different Strategy"):
         checkpoint.save(folder / "a")
 
@@ -666,9 +638,9 @@ def test_variables_on_a_gpu(new_strategy, folder, rank, monkeypatch, wait):
     posing.install(monkeypatch)
     strategy = new_strategy(device="gpu")
     value = values_of("float32", (3, 4))
-    w = variable(strategy, value)
+    checkpoint = checkpoint_of(strategy, w=value, step=3)
+    w = checkpoint.w
     assert isinstance(w.values[0], posing.ndarray)
-    checkpoint = mpidist.Checkpoint(w=w, step=variable(strategy, 3))
     checkpoint.save(folder / "a", wait=wait)
     w.assign(np.zeros((3, 4), np.float32))
     checkpoint.restore(folder / "a")

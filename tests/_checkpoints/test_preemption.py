@@ -88,8 +88,7 @@ def test_all_ranks_save_at_the_same_step(strategy, folder, rank, size, how):
 def test_a_last_save_that_fails_on_one_rank_is_raised_on_all(
     strategy, folder, rank, size
 ):
-    with strategy.scope():
-        step = mpidist.Variable(0)
+    step = variable(strategy, 0)
     manager = mpidist.CheckpointManager(mpidist.Checkpoint(step=step), folder)
 
     def save():
@@ -147,14 +146,9 @@ def test_a_job_that_is_told_to_end_leaves_with_42_and_goes_on(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.core
 def test_rank_0_leaves_in_a_save_and_all_leave(strategy, folder, rank, monkeypatch):
-    with strategy.scope():
-        step = mpidist.Variable(1)
+    step = variable(strategy, 1)
     if rank == 0:  # as a handler of a signal would
-
-        def leave(fd):
-            sys.exit(7)
-
-        monkeypatch.setattr(os, "fsync", leave)
+        monkeypatch.setattr(os, "fsync", lambda fd: sys.exit(7))
     with pytest.raises(SystemExit) as caught:
         mpidist.Checkpoint(step=step).save(folder / "a")
     assert caught.value.code == 7

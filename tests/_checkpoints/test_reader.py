@@ -1,4 +1,8 @@
-"""Damaged, malformed and incomplete checkpoints: found, named, and nothing executed."""
+"""Files that are damaged, malformed or missing: found, named, and nothing executed.
+
+Some changes are drawn from a seed. ``MPIDIST_FUZZ=5000`` tries that many instead of a
+few, ``MPIDIST_FUZZ=500:510`` these seeds.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import itertools
 import json
 import os
 import re
-import zlib
+import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,72 +21,135 @@ from checkpoint_objects import (
     Iterator,
     flip_in_array,
     rewrite,
+    sign,
     variable,
     write_manifest,
 )
 from replicas import (
     a_third,
+    fuzz_seeds,
     on_ranks,
 )
 
 import mpidist
 
+DEFAULT_SEEDS = 60
+MOST_BYTES = 32 * 2**20  # that a reader may allocate; most are a chunk of 8 MiB
+FORMATS = pytest.mark.parametrize("format", ["npz", "safetensors"])
 
-@pytest.mark.parametrize("format", ["npz", "safetensors"])
+
+class Saved:
+    """A checkpoint of two arrays, a generator, and an iterator."""
+
+    def __init__(self, path, format="npz", large=0):
+        self.path, self.manifest = path, path / "manifest.json"
+        self.v, self.w = mpidist.Variable([1.0, 2.0]), mpidist.Variable(np.arange(3))
+        self.rng, iterator = np.random.default_rng(0), Iterator()
+        iterator.state = lambda: {"position": 3, "large": np.arange(float(large))}
+        iterator.restore = lambda state: None  # what it gets is for the user to check
+        self.checkpoint = mpidist.Checkpoint(
+            v=self.v, w=self.w, rng=self.rng, it=iterator
+        )
+        self.checkpoint.save(path, format=format)
+        self.files = {file: file.read_bytes() for file in path.iterdir()}
+        self.content = json.loads(self.manifest.read_text())
+
+    def restore(self):
+        """Restore it; return the error that refuses it, which has changed nothing."""
+        self.v.assign([5.0, 6.0])
+        self.w.assign([7, 8, 9])
+        state, values = repr(self.rng.bit_generator.state), [[1, 2], [0, 1, 2]]
+        error = None
+        try:
+            self.checkpoint.restore(self.path)
+        except mpidist.CheckpointError as refusal:
+            error, values = refusal, [[5, 6], [7, 8, 9]]
+            assert str(self.path) in str(error)
+            assert repr(self.rng.bit_generator.state) == state
+        assert [x.numpy().tolist() for x in (self.v, self.w)] == values
+        return error
+
+    def refused(self, match):
+        """Return the error of what refuses it."""
+        error = self.restore()
+        assert re.search(match, str(error)), error
+        return error
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return Saved(tmp_path / "a")
+
+
+# --- all bytes, and files -----------------------------------------------------------
+
+
+@FORMATS
 def test_every_flipped_byte_is_found_and_named(tmp_path, format):
-    v, w = mpidist.Variable([1.0, 2.0]), mpidist.Variable(np.arange(3))
-    path = tmp_path / "a"
-    checkpoint = mpidist.Checkpoint(v=v, w=w, rng=np.random.default_rng(0))
-    checkpoint.save(path, format=format)
-    parts = json.loads((path / "manifest.json").read_text())["arrays"]
-    v.assign([5.0, 5.0])
-    for file in (path / "manifest.json", path / f"arrays-1.{format}"):
-        good = file.read_bytes()
+    saved = Saved(tmp_path / "a", format)
+    parts = saved.content["arrays"]
+    for file, good in saved.files.items():
         for position in range(len(good)):
             flipped = bytearray(good)
             flipped[position] ^= 1 << position % 8
             file.write_bytes(flipped)
             with pytest.raises(mpidist.CheckpointError) as caught:
-                mpidist.load_checkpoint(path).verify()
+                mpidist.load_checkpoint(saved.path).verify()
             assert caught.value.damaged
             assert str(file) in str(caught.value)
-            named = [
-                name
-                for name, part in parts.items()
-                if part["start"] <= position < part["end"]
-            ]
-            if file.suffix != ".json":  # also in headers, and at the end
-                what = f"array '{named[0]}'" if named else "the part after all arrays"
+            if file != saved.manifest:  # also in headers, and at the end
+                what = "the part after all arrays"
+                for name, part in parts.items():
+                    if part["start"] <= position < part["end"]:
+                        what = f"array '{name}'"
                 assert what in str(caught.value)
             if position % 50 == 0:
-                with pytest.raises(mpidist.CheckpointError):
-                    checkpoint.restore(path)
-                assert v.numpy().tolist() == [5.0, 5.0]
+                assert saved.restore().damaged
         for length in {0, 1, len(good) // 2, len(good) - 1}:
             file.write_bytes(good[:length])
             with pytest.raises(mpidist.CheckpointError, match="is damaged"):
-                mpidist.load_checkpoint(path).verify()
+                mpidist.load_checkpoint(saved.path).verify()
         file.write_bytes(good)
-    checkpoint.restore(path)
-    assert v.numpy().tolist() == [1.0, 2.0]
+    assert saved.restore() is None
 
 
-def test_a_missing_file_and_a_later_version(tmp_path):
-    checkpoint = mpidist.Checkpoint(v=mpidist.Variable([1.0, 2.0]))
-    checkpoint.save(tmp_path / "a")
-    manifest = tmp_path / "a" / "manifest.json"
+def test_a_missing_file_and_a_later_version(saved):
     for version in (1, 4):
-        rewrite(manifest, lambda content, version=version: {"version": version})
-        text = (
-            rf"expected version 2 or 3.*version {version}; version 1 can be .* before"
-        )
-        with pytest.raises(mpidist.CheckpointError, match=text) as caught:
-            checkpoint.restore(tmp_path / "a")
-        assert not caught.value.damaged
-    checkpoint.save(tmp_path / "a")
-    (tmp_path / "a" / "arrays-2.npz").unlink()
-    with pytest.raises(mpidist.CheckpointError, match=r"arrays-2.npz is missing"):
-        checkpoint.restore(tmp_path / "a")
+        rewrite(saved.manifest, lambda content, version=version: {"version": version})
+        text = f"expected version 2 or 3.*version {version}; version 1 can be .* before"
+        assert not saved.refused(text).damaged
+    saved.checkpoint.save(saved.path)
+    (saved.path / "arrays-2.npz").unlink()
+    saved.refused("arrays-2.npz is missing")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "arrays-1.npz"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_files_that_are_not_regular_are_refused(saved, name, kind):
+    file = saved.path / name
+    file.unlink()
+    os.mkfifo(file) if kind == "pipe" else file.mkdir()
+    saved.refused(f"{name} .* not a regular file")
+
+
+def test_a_manifest_without_end(saved):
+    with open(saved.manifest, "r+b") as file:
+        file.truncate(2**40)
+    saved.refused("more than 268,435,456 bytes")
+
+
+@on_ranks
+def test_damage_is_told_to_all_ranks(strategy, folder, rank):
+    w = variable(strategy, np.arange(100.0))
+    checkpoint = mpidist.Checkpoint(w=w)
+    checkpoint.save(folder / "a")
+    if rank == 0:
+        flip_in_array(folder / "a", "w")
+    w.assign(np.zeros(100))
+    with pytest.raises(mpidist.CheckpointError, match=r"arrays-1.npz.*array 'w'") as e:
+        checkpoint.restore(folder / "a")
+    assert e.value.damaged
+    assert w.numpy().sum() == 0
 
 
 def test_a_reader_outlives_its_checkpoint(tmp_path):
@@ -97,7 +166,7 @@ def test_a_reader_outlives_its_checkpoint(tmp_path):
         reader["w"]
 
 
-@pytest.mark.parametrize("format", ["npz", "safetensors"])
+@FORMATS
 def test_a_checkpoint_of_version_2_can_be_read(format):
     """Written by the mpidist of commit ed7e5e9."""
     path = Path(__file__).parent / "version_2" / format
@@ -138,6 +207,9 @@ def test_what_is_there_is_listed_if_there_is_no_checkpoint(tmp_path):
         mpidist.load_checkpoint(tmp_path)
 
 
+# --- changes that the checksum does not show ----------------------------------------
+
+
 EVIL = [
     None,
     True,
@@ -176,70 +248,53 @@ def places_in(content, at=()):
 
 
 def test_malformed_manifests_with_the_right_checksum(tmp_path):
-    v, w = mpidist.Variable([1.0, 2.0]), mpidist.Variable(np.arange(3))
-    rng, iterator = np.random.default_rng(0), Iterator(3)
-    iterator.state = lambda: {"position": 3, "large": np.arange(3000.0)}
-    checkpoint = mpidist.Checkpoint(v=v, w=w, rng=rng, it=iterator)
-    path = tmp_path / "a"
-    checkpoint.save(path)
-    manifest = path / "manifest.json"
-    text = manifest.read_text()
-    content = json.loads(text)
-    places = [at for at in places_in(content) if at != ("crc32",)]
+    saved = Saved(tmp_path / "a", large=3000)  # its array is not in the manifest
+    places = [at for at in places_in(saved.content) if at != ("crc32",)]
     assert ("arrays", "v", "shape", 0) in places
     assert ("states", "rng", 0, "state", "state") in places
     assert ("states", "it", 0, "large", "$tensor", 1) in places
     refused = 0
     cases = a_third([*itertools.product(places, [*EVIL, "deleted"])])
+    text = json.dumps(saved.content)
     for at, evil in cases:
-        changed = json.loads(text)
-        inner = changed
+        changed = inner = json.loads(text)
         for key in at[:-1]:
             inner = inner[key]
         if evil == "deleted":
             del inner[at[-1]]
         else:
             inner[at[-1]] = evil
-        write_manifest(manifest, json.dumps(changed, indent=1))
-        before = v.numpy(), rng.bit_generator.state
-        iterator.restore = lambda state: None  # says nothing: its state is the user's
-        error = None
-        try:
-            checkpoint.restore(path)
-        except mpidist.CheckpointError as refusal:
-            error = refusal
+        write_manifest(saved.manifest, changed)
+        error = saved.restore()
         if error is None:
             continue  # it says the same, or what only the user's iterator knows
         refused += 1
-        assert str(path) in str(error)
         if error.damaged:
             assert re.search(r"the entry \['\w+'\]|arrays-1.npz", str(error)), error
         else:
             assert at[0] in ("format", "version", "arrays", "states"), error
-        np.testing.assert_array_equal(v.numpy(), before[0])
-        assert repr(rng.bit_generator.state) == repr(before[1])
     assert refused > 0.75 * len(cases)
     changed = json.loads(text)
     changed["arrays"]["v"]["note"] = "of a later version"
-    write_manifest(manifest, json.dumps(changed, indent=1))
-    checkpoint.restore(path)
-    for key in content["arrays"]["v"]:
+    write_manifest(saved.manifest, changed)
+    assert saved.restore() is None
+    for key in saved.content["arrays"]["v"]:
         changed = json.loads(text)
         del changed["arrays"]["v"][key]
-        write_manifest(manifest, json.dumps(changed, indent=1))
-        with pytest.raises(
-            mpidist.CheckpointError, match=r"\['v'\].*no checkpoint has"
-        ):
-            checkpoint.restore(path)
-    manifest.write_text(text)
-    assert checkpoint.restore(path) == ["it", "rng", "v", "w"]
+        write_manifest(saved.manifest, changed)
+        saved.refused(r"\['v'\].*no checkpoint has")
 
 
 @pytest.mark.parametrize(
-    ("kind", "position"),
-    [("MT19937", 10**6), ("MT19937", -1), ("Philox", -(10**6)), ("Philox", 5)],
+    ("kind", "key", "position"),
+    [
+        ("MT19937", "pos", 10**6),
+        ("MT19937", "pos", -1),
+        ("Philox", "buffer_pos", -(10**6)),
+        ("Philox", "buffer_pos", 5),
+    ],
 )
-def test_positions_outside_of_a_generators_buffer(tmp_path, kind, position):
+def test_positions_outside_of_a_generators_buffer(tmp_path, kind, key, position):
     """NumPy before 2.5 takes them, and reads other memory, or ends the process."""
     rng = np.random.Generator(getattr(np.random, kind)(0))
     checkpoint = mpidist.Checkpoint(rng=rng)
@@ -247,9 +302,7 @@ def test_positions_outside_of_a_generators_buffer(tmp_path, kind, position):
 
     def change(content):
         state = content["states"]["rng"][0]
-        (state["state"] if kind == "MT19937" else state).update(
-            {"pos": position} if kind == "MT19937" else {"buffer_pos": position}
-        )
+        (state["state"] if key == "pos" else state)[key] = position
         return {}
 
     rewrite(tmp_path / "a" / "manifest.json", change)
@@ -262,50 +315,111 @@ def test_positions_outside_of_a_generators_buffer(tmp_path, kind, position):
     assert caught.value.damaged
 
 
-def test_manifests_that_are_nested_too_deep_or_no_object(tmp_path):
-    checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
-    manager = mpidist.CheckpointManager(checkpoint, tmp_path)
-    good, bad = manager.save(), Path(manager.save())
-    manifest = bad / "manifest.json"
-    head = '{\n "crc32": "00000000",\n "format": "mpidist checkpoint", '
-    for text in (
-        head + '"version": 2, "states": ' + "[" * 10**5 + "]" * 10**5 + "}",
-        head + '"version": 2}',
-        head + '"version": 1' + "0" * 5000 + "}",
-        head + '"version": 2, \udcff }',
-    ):
-        data = text.encode(errors="surrogateescape")
-        checksum = f"{zlib.crc32(data):08x}".encode()
-        manifest.write_bytes(data.replace(b"00000000", checksum, 1) + b"\n")
-        with pytest.raises(mpidist.CheckpointError, match=r"manifest\.json") as caught:
-            mpidist.load_checkpoint(bad)
-        assert caught.value.damaged
-        with pytest.warns(RuntimeWarning, match="ckpt-2.* is skipped"):
-            again = mpidist.CheckpointManager(checkpoint, tmp_path)
-        assert again.latest_checkpoint == good
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b'"version": 2, "states": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
+        b'"version": 2}',
+        b'"version": 1' + b"0" * 5000 + b"}",
+        b'"version": 2, \xff }',
+    ],
+    ids=["nested too deep", "without entries", "a large number", "no UTF-8"],
+)
+def test_manifests_that_are_no_manifests(saved, rest):
+    head = b'{\n "crc32": "00000000",\n "format": "mpidist checkpoint", '
+    saved.manifest.write_bytes(sign(head + rest))
+    assert saved.refused(r"manifest\.json").damaged
+    with pytest.warns(RuntimeWarning, match="a' is skipped"):
+        assert mpidist.latest_checkpoint(saved.path.parent) is None
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "arrays-1.npz"])
-@pytest.mark.parametrize("kind", ["pipe", "folder"])
-def test_files_that_are_not_regular_are_refused(tmp_path, name, kind):
-    checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
-    checkpoint.save(tmp_path / "a")
-    file = tmp_path / "a" / name
-    file.unlink()
-    os.mkfifo(file) if kind == "pipe" else file.mkdir()
-    with pytest.raises(mpidist.CheckpointError, match=f"{name} .* not a regular file"):
-        checkpoint.restore(tmp_path / "a")
+class Watch:
+    """What the reader opens and finds by name, while it is on."""
+
+    on = False
+    opened: list[str]
+    unpickled: list[str]
+
+    def __init__(self) -> None:
+        self.opened, self.unpickled = [], []
+        sys.addaudithook(self._hear)  # for good: it cannot be removed
+
+    def _hear(self, event: str, args: tuple[object, ...]) -> None:
+        if self.on and event == "open":
+            self.opened.append(os.fspath(str(args[0])))
+        elif self.on and args[:2] == ("mpidist", "CheckpointError"):
+            pass  # the exception itself, which ranks send each other
+        elif self.on and event in ("pickle.find_class", "exec", "os.system"):
+            self.unpickled.append(f"{event} {args!r:.200}")
 
 
-@on_ranks
-def test_damage_is_told_to_all_ranks(strategy, folder, rank):
-    w = variable(strategy, np.arange(100.0))
-    checkpoint = mpidist.Checkpoint(w=w)
-    checkpoint.save(folder / "a")
-    if rank == 0:
-        flip_in_array(folder / "a", "w")
-    w.assign(np.zeros(100))
-    with pytest.raises(mpidist.CheckpointError, match=r"arrays-1.npz.*array 'w'") as e:
-        checkpoint.restore(folder / "a")
-    assert e.value.damaged
-    assert w.numpy().sum() == 0
+WATCH = Watch()
+
+
+def change(data: bytes, rng: np.random.Generator) -> bytes:
+    """Return bytes with one change of any kind."""
+    a, b = sorted(int(x) for x in rng.integers(0, len(data), 2))
+    middle = data[a:b]
+    kinds: list[Callable[[], bytes]] = [
+        lambda: (
+            data[:a] + bytes([data[a] ^ (1 << int(rng.integers(8)))]) + data[a + 1 :]
+        ),
+        lambda: data[:a],
+        lambda: data[:a] + data[b:],
+        lambda: data[:b] + middle + data[b:],
+        lambda: data[:a] + bytes(len(middle)) + data[b:],
+        lambda: data[:a] + rng.bytes(len(middle)) + data[b:],
+        lambda: data[b:] + data[:b],
+        lambda: data + rng.bytes(int(rng.integers(1, 100))),
+    ]
+    return kinds[int(rng.integers(len(kinds)))]()
+
+
+def change_words(data: bytes, rng: np.random.Generator) -> bytes:
+    """Return JSON with one number or text exchanged for another one."""
+    tokens = [match.span() for match in re.finditer(rb'\d+|"[^"]*"', data)]
+    a, b = tokens[int(rng.integers(1, len(tokens)))]
+    evil = [
+        *(b"%d" % n for n in (0, 1, 7, 2**31, 2**62, 10**30)),
+        *(b"-1", b"1e308", b"NaN", b"null", b"[]", b"{}", b"[[[[]]]]"),
+        *(b'"float64"', b'"object"', b'"O"', b'"V8"', b'"arrays-2.npz"'),
+        *(b'"../../../etc/passwd"', b'"/etc/passwd"', b'"manifest.json"'),
+        data[slice(*tokens[int(rng.integers(len(tokens)))])],
+    ]
+    return data[:a] + evil[int(rng.integers(len(evil)))] + data[b:]
+
+
+@FORMATS
+def test_changed_files_are_refused_or_say_the_same(tmp_path, format):
+    saved = Saved(tmp_path / "saved", format, large=2100)
+    names = [saved.manifest, saved.path / f"arrays-1.{format}"]
+    refused = 0
+    WATCH.opened.clear()
+    seeds = fuzz_seeds(DEFAULT_SEEDS)
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        file = names[int(rng.integers(2))]
+        signs = file == saved.manifest and rng.random() < 0.8
+        words = signs and rng.random() < 0.8
+        bad = (change_words if words else change)(saved.files[file], rng)
+        file.write_bytes(sign(bad) if signs else bad)
+        WATCH.on = True
+        tracemalloc.start()
+        try:
+            refused += saved.restore() is not None
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+        finally:
+            WATCH.on = False
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            file.write_bytes(saved.files[file])
+        assert peak < MOST_BYTES, seed
+    assert refused > 0.8 * len(seeds)
+    assert WATCH.unpickled == []
+    # By name, and not by a descriptor; for tracebacks Python reads its sources, and
+    # Python 3.13 parses single lines, where an error in one opens "<unknown>".
+    opened = {at for at in WATCH.opened if not at.isdigit() and at != "<unknown>"}
+    assert {os.path.dirname(at) for at in opened if ".py" not in at} == {
+        str(saved.path)
+    }

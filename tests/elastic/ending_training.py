@@ -1,9 +1,22 @@
-"""A training of which rank 1 dies, and which then ends as its argument says."""
+"""A training of three replicas that ends, or that one of them leaves, in some way.
+
+usage: ending_training.py HOW [FOLDER]. In "left" replica 2 raises in `train`. In all
+others replica 1 dies, and then
+
+- "interrupt": a KeyboardInterrupt comes to replica 2 when it learns of it;
+- "later": it comes while replica 2 closes the strategy, and that process stays until
+  the other has left, too;
+- "again": `train` raises as if a replica had died again;
+- "exit", "raise", "caught": `train` ends, and then the program does as they say.
+
+Each rank that is left prints what `elastic.run` has raised, but in "again".
+"""
 
 import contextlib
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -11,14 +24,21 @@ import mpidist
 
 
 def train(strategy, state):
-    for _ in range(state.step, 6):
-        dies = strategy.replica_id == 1 and strategy.num_replicas_in_sync == 3
-        if dies and state.step == 3:
+    rank, is_first = strategy.replica_id, strategy.num_replicas_in_sync == 3
+    for step in range(state.step, 6):
+        if is_first and step == 3 and how == "left" and rank == 2:
+            raise KeyError("of replica 2 alone")
+        if is_first and step == 3 and how != "left" and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        strategy.reduce(
-            "SUM", strategy.run(int), axis=None
-        )  # the others learn of it here
-        if how == "again" and strategy.num_replicas_in_sync == 2:
+        try:  # the others learn of it here
+            strategy.reduce("SUM", strategy.run(int), axis=None)
+        except mpidist.ReplicaLostError:
+            if rank == 2 and how == "interrupt":
+                raise KeyboardInterrupt from None
+            if rank == 2 and how == "later":
+                mpidist.MPIStrategy.close = interrupted
+            raise
+        if how == "again" and not is_first:
             raise mpidist.ReplicaLostError("as a call of another strategy would")
         state.step += 1
         state.commit()
@@ -26,15 +46,32 @@ def train(strategy, state):
     return strategy.num_replicas_in_sync
 
 
-how, used = sys.argv[1], []
-size = mpidist.elastic.run(train, mpidist.elastic.State(step=0))
-assert size == 2, size
-with pytest.raises(RuntimeError, match="make its calls in `train`"):
-    used[-1].run(int)
-if how == "exit":
-    sys.exit(3)
-if how == "raise":
-    raise SystemExit(3)
-if how == "caught":
-    with contextlib.suppress(SystemExit):
+def interrupted(strategy):
+    raise KeyboardInterrupt
+
+
+how, *folder = sys.argv[1:]
+used = []
+try:
+    size = mpidist.elastic.run(train, mpidist.elastic.State(step=0))
+except (Exception, KeyboardInterrupt) as error:
+    if how == "again":
+        raise
+    text = str(error).strip().replace("\n", " ")
+    print(f"{type(error).__name__}: {text}\n", end="", flush=True)
+    if how == "later" and isinstance(error, KeyboardInterrupt):
+        while not os.listdir(folder[0]):
+            time.sleep(0.02)
+    elif how == "later":
+        open(os.path.join(folder[0], "left"), "w").close()
+else:
+    assert size == 2, size
+    with pytest.raises(RuntimeError, match="make its calls in `train`"):
+        used[-1].run(int)
+    if how == "exit":
         sys.exit(3)
+    if how == "raise":
+        raise SystemExit(3)
+    if how == "caught":
+        with contextlib.suppress(SystemExit):
+            sys.exit(3)

@@ -131,6 +131,13 @@ def test_a_job_whose_ranks_were_all_killed_has_failed():
     assert "no rank has come to the end of its program" in done.stderr
 
 
+def end(how, *folder, options=launching.ULFM):
+    program = PROGRAM.with_name("ending_training.py")
+    return launching.run_ranks(
+        3, [program, how, *folder], timeout=SECONDS, options=options
+    )
+
+
 @survives
 @pytest.mark.parametrize(
     ("how", "code", "text"),
@@ -142,10 +149,7 @@ def test_a_job_whose_ranks_were_all_killed_has_failed():
     ],
 )
 def test_how_a_program_ends_after_a_loss(how, code, text):
-    program = PROGRAM.with_name("ending_training.py")
-    done = launching.run_ranks(
-        3, [program, how], timeout=SECONDS, options=launching.ULFM
-    )
+    done = end(how)
     assert done.returncode == code, done.stderr
     assert text in done.stderr
 
@@ -154,8 +158,7 @@ def test_how_a_program_ends_after_a_loss(how, code, text):
 def test_a_replica_that_leaves_by_an_exception_tells_the_others(options):
     if options and not launching.outlives_ranks():
         pytest.skip("this MPI ends a job when a rank dies")
-    program = PROGRAM.with_name("leaving_training.py")
-    done = launching.run_ranks(3, [program, "raise"], timeout=SECONDS, options=options)
+    done = end("left", options=options)
     assert done.returncode == 0, done
     assert done.stdout.count("ReplicaError: ") == 2, done
     assert done.stdout.count("KeyError: 'of replica 2 alone'") >= 1, done
@@ -164,9 +167,6 @@ def test_a_replica_that_leaves_by_an_exception_tells_the_others(options):
 @survives
 @pytest.mark.parametrize("how", ["interrupt", rarely("later")])
 def test_nobody_waits_for_a_replica_that_leaves_after_a_loss(how, tmp_path):
-    program = PROGRAM.with_name("leaving_training.py")
-    done = launching.run_ranks(
-        3, [program, how, tmp_path], timeout=SECONDS, options=launching.ULFM
-    )
+    done = end(how, tmp_path)
     assert re.search("^KeyboardInterrupt: ", done.stdout, re.M), done
     assert "RuntimeError: elastic.run: another replica has left it" in done.stdout

@@ -203,53 +203,39 @@ def test_variables_of_an_earlier_strategy_cannot_be_used():
     np.testing.assert_array_equal(state.weights, np.arange(3.0))
 
 
-@pytest.mark.replicas(3)
-def test_a_plain_value_that_differs_is_told():
-    state = elastic.State(loss=0.0, step=1)
-    _hold(state)
-    state.loss = float(testing.current_group().rank)
-    messages = on.raises_everywhere(mpidist.CollectiveMismatchError, state.commit)
-    assert "'loss' is not the same on all replicas" in messages[0]
-    assert "rank 1: 1.0" in messages[2]
-    state.loss = 4.0
-    state.commit()
-
-
 class _Private:
-    """An object with a state that differs between the replicas."""
+    """An object with a state that differs between the replicas, or cannot be read."""
 
-    def __init__(self) -> None:
-        self.number = testing.current_group().rank
+    def __init__(self, raises: bool = False) -> None:
+        self.number, self.raises = testing.current_group().rank, raises
 
     def state(self) -> int:
+        if self.raises and self.number:
+            raise OSError("no state here")
         return self.number
 
     def restore(self, state: int) -> None:
         self.number = state
 
 
-@pytest.mark.replicas(2)
-def test_a_state_that_only_one_replica_has_is_refused():
-    state = elastic.State(private=_Private())
-    _hold(state)
-    messages = on.raises_everywhere(mpidist.CollectiveMismatchError, state.commit)
+@pytest.mark.replicas(3)
+def test_what_may_not_differ_is_told_to_all_replicas():
+    def refused(error, **objects):
+        state = elastic.State(step=1, **objects)
+        _hold(state)
+        return state, on.raises_everywhere(error, state.commit)
+
+    rank = testing.current_group().rank
+    state, messages = refused(mpidist.CollectiveMismatchError, loss=float(rank))
+    assert "'loss' is not the same on all replicas" in messages[0]
+    assert "rank 1: 1.0" in messages[2]
+    state.loss = 4.0
+    state.commit()
+    _, messages = refused(mpidist.CollectiveMismatchError, private=_Private())
     assert "'private' has another state on each replica" in messages[0]
+    refused(OSError, private=_Private(raises=True))
 
 
-@pytest.mark.replicas(2)
-def test_a_state_that_raises_on_one_replica_raises_on_all():
-    class Broken(_Private):
-        def state(self) -> int:
-            if self.number:
-                raise OSError("no state here")
-            return 0
-
-    state = elastic.State(step=0, broken=Broken())
-    _hold(state)
-    on.raises_everywhere(OSError, state.commit)
-
-
-@pytest.mark.replicas(2)
 def _agent():
     agent = mpidist.Module("agent")
     agent.weights = mpidist.Variable(np.zeros(3))
