@@ -69,19 +69,9 @@ def test_a_dataset_opens_no_file_and_unpickles_nothing(tmp_path, watched):
 
 
 STATES = [
-    {"shuffle_seeds": [-1]},
-    {"shuffle_seeds": [1]},
-    None,
-    [],
-    "x",
-    {},
-    {"position": None},
-    {"position": -1},
-    {"position": True},
-    {"position": 1.5},
-    {"position": 10**30},
-    {"position": "x"},
-    {"position": [[[]]]},
+    *(None, [], "x", {}),
+    *({"shuffle_seeds": [x]} for x in (-1, 1)),
+    *({"position": x} for x in (None, -1, True, 1.5, 10**30, "x", [[[]]])),
     {"position": 2, "iteration": -1},
 ]
 

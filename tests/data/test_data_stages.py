@@ -8,10 +8,11 @@ import json
 import numpy as np
 import pytest
 from replicas import assert_usable, everywhere, own, raises_everywhere, split
-from test_data_distribute import as_list
-from test_data_state import BATCH, ROWS, Resumable, gathered, shuffled
+from test_data_distribute import as_list, flat, gathered, mine
+from test_data_state import BATCH, ROWS, Resumable, shuffled
 
 import mpidist
+from mpidist._base import nest
 from mpidist.data import AutoShardPolicy, Dataset, Options
 from mpidist.data._shards import split_as_it_comes, split_by_plan
 
@@ -39,12 +40,9 @@ def ragged():
 
 PIPELINES = {
     "generator": lambda: Dataset.from_generator(squares).batch(4),
-    "filter": lambda: Dataset.range(30).filter(lambda x: x % 3 > 0).batch(6),
     "filter after batch": lambda: (
         Dataset.range(30).batch(4).filter(lambda x: x[0] % 3 > 0)
     ),
-    "unbatch": lambda: Dataset.range(20).batch(3).unbatch().batch(7),
-    "take_while": lambda: Dataset.range(99).take_while(lambda x: x < 18).batch(5),
     "interleave": lambda: (
         Dataset.from_tensor_slices(FILES)
         .interleave(rows_of_file, cycle_length=2, num_parallel_calls=2)
@@ -66,9 +64,6 @@ PIPELINES = {
     "cache of a generator": lambda: (
         Dataset.from_generator(squares).cache().shuffle(9, seed=1).batch(4).prefetch(2)
     ),
-    "threads": lambda: (
-        Dataset.range(23).map(lambda x: x * 2, num_parallel_calls=3).batch(5)
-    ),
     "threads after batch": lambda: (
         Dataset.range(23).batch(5).map(lambda x: x * 2, num_parallel_calls=3)
     ),
@@ -79,24 +74,17 @@ PIPELINES = {
 
 
 @core
-@pytest.mark.parametrize("policy", ["AUTO", "OFF"])
+@pytest.mark.parametrize("rule", [split_as_it_comes, split_by_plan])
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_each_replica_gets_its_rows(strategy, rank, size, kind, policy):
-    expected = list(PIPELINES[kind]())
-    full = expected[0][0] if type(expected[0]) is tuple else expected[0]
-    options = mpidist.InputOptions(auto_shard_policy=policy)
-    dataset = strategy.experimental_distribute_dataset(PIPELINES[kind](), options)
-    steps = list(dataset)
+def test_each_replica_gets_its_rows(strategy, distribute, rank, size, kind, rule):
+    expected = [nest.flatten(x)[0] for x in PIPELINES[kind]()]
+    more = (len(expected[0][0]),) if rule is split_by_plan else ()
+    options = mpidist.InputOptions(auto_shard_policy="OFF" if more else "AUTO")
+    steps = list(distribute(PIPELINES[kind](), options))
     assert len(steps) == len(expected)
-    for step, whole in zip(steps, expected, strict=True):
-        parts = (
-            zip(step, whole, strict=True) if type(whole) is tuple else [(step, whole)]
-        )
-        for part, rows in parts:
-            if policy == "OFF":
-                bounds = split_by_plan(len(rows), size, rank, len(full))
-            else:
-                bounds = split_as_it_comes(len(rows), size, rank)
+    for step, arrays in zip(steps, expected, strict=True):
+        for part, rows in zip(nest.flatten(step)[0], arrays, strict=True):
+            bounds = rule(len(rows), size, rank, *more)
             assert own(strategy, part).tolist() == rows[slice(*bounds)].tolist()
 
 
@@ -133,46 +121,20 @@ def test_a_position_is_restored_on_any_number_of_ranks(
                 next(second)
 
 
-@core
-def test_a_map_after_a_filter_runs_for_own_rows_only(strategy, rank, size):
-    mapped = []
-    dataset = Dataset.range(24).filter(lambda x: x % 2 == 0)
-    dataset = dataset.map(lambda x: mapped.append(int(x)) or x).batch(6)
-    mine = [
-        own(strategy, batch).tolist()
-        for batch in strategy.experimental_distribute_dataset(dataset)
-    ]
-    assert mapped == [x for batch in mine for x in batch]
-    assert len(mapped) <= 12 - 2 * (6 - -(-6 // size))
-    everyone = [x for rows in everywhere(mapped) for x in rows]
-    assert sorted(everyone) == list(range(0, 24, 2))
-
-
-@core
-def test_a_cache_holds_own_rows_which_are_mapped_once(strategy, size):
-    mapped = []
-    dataset = Dataset.range(12).map(lambda x: mapped.append(int(x)) or x)
-    dataset = strategy.experimental_distribute_dataset(dataset.cache().batch(4))
-    epochs = [[own(strategy, b).tolist() for b in dataset] for _ in range(2)]
-    assert epochs[0] == epochs[1]
-    assert mapped == [x for batch in epochs[0] for x in batch]
-
-
 # --- failures -------------------------------------------------------------------------
 
 
 class FailsOnce:
     """A function that raises once, on one rank, for one element."""
 
-    def __init__(self, here, element, result=lambda x: x):
-        self.left = 1 if here else 0
-        self.element, self.result = element, result
+    def __init__(self, here, element):
+        self.left, self.element = int(here), element
 
     def __call__(self, x):
         if x == self.element and self.left:
             self.left -= 1
             raise OSError(f"element {x} cannot be read")
-        return self.result(x)
+        return x
 
     def generate(self):
         for number in range(12):
@@ -198,12 +160,10 @@ FAILING = {
 
 @core
 @pytest.mark.parametrize("kind", FAILING)
-def test_a_failure_on_one_rank_is_told_on_all(strategy, rank, size, kind):
+def test_a_failure_on_one_rank_is_told_on_all(strategy, distribute, rank, size, kind):
     # Of the second batch, a row of the last replica that has one.
     last = max(r for r in range(size) if split_as_it_comes(4, size, r)[0] < 4)
-    function = FailsOnce(rank == last, 7)
-    dataset = strategy.experimental_distribute_dataset(FAILING[kind](function))
-    iterator = iter(dataset)
+    iterator = iter(distribute(FAILING[kind](FailsOnce(rank == last, 7))))
     assert strategy.gather(next(iterator), axis=0).tolist() == [0, 1, 2, 3]
     error = OSError if rank == last else mpidist.ReplicaError
     with pytest.raises(error, match="element 7 cannot be read"):
@@ -241,9 +201,11 @@ ALWAYS = {
 
 @core
 @pytest.mark.parametrize("kind", ALWAYS)
-def test_a_loop_goes_on_after_elements_that_always_fail(strategy, rank, size, kind):
+def test_a_loop_goes_on_after_elements_that_always_fail(
+    strategy, distribute, rank, size, kind
+):
     source = ALWAYS[kind](lambda: divides(5) if rank == size - 1 else FIRST)
-    iterator = iter(strategy.experimental_distribute_dataset(source))
+    iterator = iter(distribute(source))
     found, failed = [], 0
     while True:
         try:
@@ -259,22 +221,10 @@ def test_a_loop_goes_on_after_elements_that_always_fail(strategy, rank, size, ki
 
 
 @core
-def test_text_of_other_lengths_on_other_ranks(strategy):
-    words = ["a", "longest of all", "two", "bc"]
-    dataset = Dataset.range(4).map(lambda i: words[i]).batch(4)
-    dataset = strategy.experimental_distribute_dataset(dataset)
-    (mine,) = [own(strategy, x).tolist() for x in dataset]
-    assert [x for part in everywhere(mine) for x in part] == words
-
-
-@core
-def test_own_inputs_leave_out_the_same_step(strategy, rank, size):
+def test_own_inputs_leave_out_the_same_step(strategy, from_function, rank, size):
     here = rank == size - 1
-
-    def make(context):
-        return Dataset.range(4, 8).map(divides if here else abs).batch(1)
-
-    iterator = iter(strategy.distribute_datasets_from_function(make))
+    rows = Dataset.range(4, 8).map(divides if here else abs).batch(1)
+    iterator = iter(from_function(lambda context: rows))
     next(iterator)
     with pytest.raises(ZeroDivisionError if here else mpidist.ReplicaError):
         next(iterator)
@@ -284,22 +234,30 @@ def test_own_inputs_leave_out_the_same_step(strategy, rank, size):
 
 @pytest.mark.mpi(min_size=2)
 @core
-def test_an_error_elsewhere_leaves_out_nothing(strategy, rank, size):
-    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(8).batch(4)))
-    fails = lambda: strategy.reduce("SUM", object(), axis=None)  # noqa: E731
-    with pytest.raises(ValueError, match="cannot be reduced"):
-        fails() if rank == size - 1 else next(iterator)
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda s: s.reduce("SUM", object(), axis=None), ValueError),
+        (lambda s: s.run(lambda: 1), mpidist.CollectiveMismatchError),
+    ],
+)
+def test_an_error_elsewhere_leaves_out_nothing(new_strategy, rank, call, error):
+    strategy = new_strategy()
+    iterator = iter(strategy.experimental_distribute_dataset(as_list(8, 4)))
+    with pytest.raises(error):
+        call(strategy) if rank == 0 else next(iterator)
+    assert iterator.state()["position"] == 0
     assert gathered(strategy, iterator) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @core
-def test_a_generator_that_always_fails_ends_with_an_error(strategy, rank):
+def test_a_generator_that_always_fails_ends_with_an_error(strategy, distribute):
     def generate():
         yield from range(5)
         raise OSError("no more")
 
     dataset = Dataset.from_generator(generate).batch(2)
-    iterator = iter(strategy.experimental_distribute_dataset(dataset))
+    iterator = iter(distribute(dataset))
     gathered(strategy, iterator, 2)
     raises_everywhere(OSError, lambda: next(iterator))
     raises_everywhere(OSError, lambda: next(iterator))
@@ -328,11 +286,9 @@ def test_a_generator_that_always_fails_ends_with_an_error(strategy, rank):
         ),
     ],
 )
-def test_datasets_that_differ_between_ranks(strategy, rank, make):
-    raises_everywhere(
-        mpidist.CollectiveMismatchError,
-        lambda: strategy.experimental_distribute_dataset(make(rank)),
-    )
+def test_datasets_that_differ_between_ranks(distribute, rank, make):
+    mismatch = mpidist.CollectiveMismatchError
+    raises_everywhere(mismatch, lambda: distribute(make(rank)))
 
 
 # --- by files -------------------------------------------------------------------------
@@ -349,81 +305,48 @@ def by_files(batch=6):
     return files.interleave(rows_of_file, cycle_length=2).batch(batch)
 
 
-def mine_of(strategy, iterator):
-    return [own(strategy, batch).tolist() for batch in iterator]
-
-
 @core
 @pytest.mark.parametrize("how", ["input options", "options"])
-def test_each_replica_opens_files_of_its_own(strategy, rank, size, how):
+def test_each_replica_opens_files_of_its_own(strategy, distribute, rank, size, how):
     dataset, options = by_files(), BY_FILE
     if how == "options":
         dataset, options = dataset.with_options(policy(AutoShardPolicy.FILE)), None
-    dataset = strategy.experimental_distribute_dataset(dataset, options)
+    dataset = distribute(dataset, options)
     assert "FILE: each replica opens" in dataset.shard_plan
-    mine = mine_of(strategy, dataset)
-    files = [row // 10 for batch in mine for row in batch]
-    assert list(dict.fromkeys(files)) == file_order()[rank::size]
+    steps = mine(strategy, dataset)
+    files = [row // 10 for row in flat(steps)]
+    names = Dataset.from_tensor_slices(FILES).shuffle(seed=3)
+    assert list(dict.fromkeys(files)) == [FILES.index(x) for x in names][rank::size]
     plan = [split_by_plan(6, size, k, 6) for k in range(size)]
     turns = itertools.cycle(plan[rank:] + plan[:rank])
-    *filled, last = zip(filter(None, mine), turns, strict=False)
+    *filled, last = zip(filter(None, steps), turns, strict=False)
     assert all(len(batch) == stop - start for batch, (start, stop) in filled)
     assert len(last[0]) <= last[1][1] - last[1][0]
-    rows = [row for part in everywhere(mine) for batch in part for row in batch]
-    assert sorted(rows) == [10 * f + i for f in range(5) for i in range(3 + f)]
-    # All make the same number of steps.
-    assert len(set(everywhere(len(mine)))) == 1
+    rows = sorted(flat(flat(everywhere(steps))))
+    assert rows == [10 * f + i for f in range(5) for i in range(3 + f)]
 
 
-def file_order():
-    names = Dataset.from_tensor_slices(FILES).shuffle(seed=3)
-    return [FILES.index(name) for name in names]
-
-
-@core
-def test_a_position_by_files(strategy, size):
-    first = iter(strategy.experimental_distribute_dataset(by_files(7), BY_FILE))
-    seen = [own(strategy, next(first)).tolist() for _ in range(2)]
-    state = json.loads(json.dumps(first.state()))
-    rest = mine_of(strategy, first)
-    second = iter(strategy.experimental_distribute_dataset(by_files(7), BY_FILE))
-    second.restore(state)
-    assert mine_of(strategy, second) == rest
-    assert sum(len(batch) for part in everywhere(seen + rest) for batch in part) == 25
-    if size > 1:
-        raises_everywhere(ValueError, lambda: second.restore(state | {"replicas": 99}))
-
-
+@pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Dataset.range(9).batch(4), "is for a dataset that opens files"),
-        (lambda: [np.arange(4)], "is for a `mpidist.data.Dataset`"),
-        (lambda: by_files().unbatch().take(9).batch(4), "with the `take` after"),
-        (lambda: Dataset.zip(by_files(), by_files()), "is for a dataset that opens"),
-        (
-            lambda: by_files().assert_cardinality(5),
-            "with the `assert_cardinality` after",
-        ),
+        (lambda n: Dataset.range(9).batch(4), "is for a dataset that opens files"),
+        (lambda n: [np.arange(4)], "is for a `mpidist.data.Dataset`"),
+        (lambda n: by_files().unbatch().take(9).batch(4), "with the `take` after"),
+        (lambda n: Dataset.zip(by_files(), by_files()), "is for a dataset that opens"),
+        (lambda n: by_files().assert_cardinality(5), "`assert_cardinality` after"),
+        (lambda n: numbers(n - 1).batch(8), "needs a file for each of"),
+        (lambda n: numbers(9).batch(n - 1), "needs global batches of a row for each"),
     ],
 )
-def test_what_cannot_be_split_by_files(strategy, make, message):
-    texts = raises_everywhere(
-        ValueError, lambda: strategy.experimental_distribute_dataset(make(), BY_FILE)
-    )
-    assert all(message in text for text in texts)
+def test_what_cannot_be_split_by_files(distribute, size, make, message):
+    for text in raises_everywhere(ValueError, lambda: distribute(make(size), BY_FILE)):
+        assert message in text
 
 
-def test_fewer_files_or_rows_than_replicas(strategy, size):
-    few = Dataset.range(size - 1).interleave(Dataset.range).batch(8)
-    small = Dataset.range(9).interleave(Dataset.range).batch(max(1, size - 1))
-    if size > 1:
-        for dataset in (few, small):
-            raises_everywhere(
-                ValueError,
-                lambda d=dataset: strategy.experimental_distribute_dataset(d, BY_FILE),
-            )
+def numbers(files):
+    return Dataset.range(files).interleave(Dataset.range)
 
 
 # What TensorFlow gives 2 and 3 workers, by its `_AutoShardDataset`.
@@ -492,17 +415,18 @@ BY_TENSORFLOW = {
 
 @core
 @pytest.mark.parametrize("name", BY_TENSORFLOW)
-def test_pieces_by_files_are_those_of_tensorflow(strategy, size, name):
+def test_pieces_by_files_are_those_of_tensorflow(strategy, distribute, size, name):
     make, *found = BY_TENSORFLOW[name]
     files = Dataset.from_tensor_slices(FILES)
-    dataset = strategy.experimental_distribute_dataset(
-        make(files.interleave(rows_of_file, cycle_length=2)), BY_FILE
-    )
-    mine = everywhere(mine_of(strategy, dataset))
-    assert len(set(map(len, mine))) == 1
+    dataset = distribute(make(files.interleave(rows_of_file, 2)), BY_FILE)
+    steps = everywhere(mine(strategy, dataset))
+    assert len(set(map(len, steps))) == 1  # all make as many
     if size in (2, 3):
-        filled = [[batch for batch in one if batch] for one in mine]
+        filled = [[batch for batch in one if batch] for one in steps]
         assert filled == found[size - 2]
     iterator = iter(dataset)
-    iterator.restore(iterator.state() | {"position": 1})
-    assert everywhere(mine_of(strategy, iterator)) == [one[1:] for one in mine]
+    for position in range(len(steps[0]) + 1):
+        state = json.loads(json.dumps(iterator.state()))
+        iterator.restore(state | {"position": position})
+        rest = everywhere(mine(strategy, iterator))
+        assert rest == [one[position:] for one in steps]

@@ -116,20 +116,3 @@ def test_a_global_norm_that_is_known(strategy):
     np.testing.assert_array_equal(clipped, np.full(4, 0.25))
     with pytest.raises(TypeError, match="use_norm"):
         clip_by_global_norm([np.ones(4)], 1.0, use_norm="x")
-
-
-@pytest.mark.parametrize("error", [StopIteration, mpidist.data.OutOfRangeError])
-@pytest.mark.parametrize("distributed", [False, True])
-def test_the_end_of_next_is_both_errors(strategy, error, distributed):
-    data = mpidist.data.Dataset.range(4).batch(2)
-    if distributed:
-        data = strategy.experimental_distribute_dataset(data)
-    iterator = iter(data)
-    assert len(list(iterator)) == 2
-    with pytest.raises(error, match=r"next\(iterator\): the input has ended, after 2"):
-        next(iterator)
-
-    def rest():
-        yield from iterator
-
-    assert list(rest()) == []
