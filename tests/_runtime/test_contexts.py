@@ -202,63 +202,40 @@ def test_cross_replica_calls_in_a_replica_function(strategy, name):
     (message,) = own(strategy, strategy.run(step))
     assert "use get_replica_context().merge_call()" in message
     assert "inside `strategy.run`" in message  # which context this is
+    called = name.replace("experimental_run_v2", "run")  # which calls it
+    assert message.partition(":")[0].rpartition(".")[2] == called
     assert INSTEAD.get(name, "outside `strategy.run`") in message
     assert_usable(strategy)
 
 
-@pytest.mark.one_size
-def test_the_message_names_the_method_that_was_called(strategy):
-    def step():
-        with pytest.raises(RuntimeError, match=IN_CROSS_REPLICA) as caught:
-            mpidist.get_strategy().run(lambda: None)
-        return [str(caught.value)]
-
-    (message,) = own(strategy, strategy.run(step))
-    assert message.startswith(("run:", "Strategy.run:"))
-    assert "call_for_each_replica" not in message
+REPLICA_CALLS = {
+    "all_reduce": (("SUM", 1.0), "strategy.reduce(op, value, axis=None)"),
+    "all_gather": ((np.ones(1), 0), "strategy.gather(value, axis)"),
+    "merge_call": ((lambda strategy: None,), "merge_fn(strategy, ...)"),
+}
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "merge_call"])
+@pytest.mark.parametrize("name", REPLICA_CALLS)
 @pytest.mark.parametrize("where", ["scope", "merge_fn", "update"])
-def test_replica_calls_in_cross_replica_context(strategy, rank, name, where):
+def test_replica_calls_in_cross_replica_context(strategy, name, where):
     captured = group_of(strategy).replica_frame.replica_context
-    instead = {
-        "all_reduce": "strategy.reduce(op, value, axis=None)",
-        "all_gather": "strategy.gather(value, axis)",
-        "merge_call": "merge_fn(strategy, ...)",
-    }[name]
-    if where == "update":
-        instead = "make the call before `update`, and pass the result in its `args`"
+    args, instead = REPLICA_CALLS[name]
 
-    def attempt(replica_context):
-        args = {
-            "all_reduce": ("SUM", 1.0),
-            "all_gather": (np.ones(1), 0),
-            "merge_call": (lambda s: None,),
-        }[name]
-        try:
-            getattr(replica_context, name)(*args)
-        except RuntimeError as error:
-            return str(error)
-        return "nothing raised"
+    def attempt(_=None):
+        with pytest.raises(RuntimeError) as caught:
+            getattr(captured, name)(*args)
+        return str(caught.value)
 
-    messages = []
-    if where == "scope":
-        with strategy.scope():
-            messages.append(attempt(captured))
-    elif where == "update":
-        with strategy.scope():
-            v = mpidist.Variable(0.0)
-            strategy.extended.update(v, lambda v: messages.append(attempt(captured)))
+    if where == "merge_fn":
+        message = strategy.run(lambda: context().merge_call(attempt))
     else:
-
-        def step():
-            replica_context = context()
-            assert replica_context is captured
-            return context().merge_call(lambda s: attempt(replica_context))
-
-        messages.append(strategy.run(step))
-    (message,) = messages
+        with strategy.scope():
+            message = attempt()
+            if where == "update":
+                v, messages = mpidist.Variable(0.0), []
+                strategy.extended.update(v, lambda v: messages.append(attempt()))
+                (message,) = messages
+                instead = "make the call before `update`, and pass the result in its"
     assert "Need to be inside `call_for_each_replica()`" in message
     assert instead in message
     assert_usable(strategy)
@@ -295,36 +272,27 @@ def test_mixing_two_strategies_in_a_scope(strategy, new_strategy, name):
     assert_usable(other)
 
 
-def test_mixing_two_strategies_in_a_replica_function(strategy, new_strategy):
+@pytest.mark.parametrize("where", ["replica", "merge_fn"])
+def test_mixing_two_strategies_inside_run(strategy, new_strategy, where):
     other = new_strategy()
+    replica_context = group_of(other).replica_frame.replica_context
 
-    def step():
-        replica_context = group_of(other).replica_frame.replica_context
-        with pytest.raises(RuntimeError, match=MISMATCHING):
-            replica_context.all_reduce("SUM", 1.0)
-        with pytest.raises(RuntimeError, match=MIXING):
-            other.run(lambda: None)
-        with pytest.raises(RuntimeError, match=MIXING):
-            other.scope().__enter__()
-
-    strategy.run(step)
-    assert_usable(strategy)
-    assert_usable(other)
-
-
-def test_mixing_two_strategies_in_merge_fn(strategy, new_strategy):
-    other = new_strategy()
-
-    def merge_fn(distribution):
-        with pytest.raises(RuntimeError, match=MIXING):
-            other.reduce("SUM", 1.0, axis=None)
-        with pytest.raises(RuntimeError, match=MIXING):
-            other.scope().__enter__()
-        with pytest.raises(RuntimeError, match=MIXING):
-            other.run(lambda: None)
+    def refused(_=None):
+        for call in (
+            lambda: other.reduce("SUM", 1.0, axis=None),
+            lambda: other.scope().__enter__(),
+            lambda: other.run(lambda: None),
+        ):
+            with pytest.raises(RuntimeError, match=MIXING):
+                call()
+        if where == "replica":
+            with pytest.raises(RuntimeError, match=MISMATCHING):
+                replica_context.all_reduce("SUM", 1.0)
         return "all raised"
 
-    assert strategy.run(lambda: context().merge_call(merge_fn)) == "all raised"
+    merges = lambda: context().merge_call(refused)  # noqa: E731
+    found = strategy.run(refused if where == "replica" else merges)
+    assert found == "all raised"
     assert_usable(strategy)
     assert_usable(other)
 

@@ -40,54 +40,62 @@ def count_tracebacks(stderr):
     return stderr.count("Traceback (most recent call last)")
 
 
-@pytest.mark.parametrize(("n", "others"), [(2, "wait in run"), (4, "sleep")])
-def test_an_uncaught_exception_on_one_rank_ends_the_job(n, others):
-    waiting = {
-        "wait in run": "strategy.run(step)",
-        "sleep": "time.sleep(600)",
-    }[others]
-    body = f"""
-    if rank == size - 1:
-        print("failing at", time.time(), flush=True)
-        raise LookupError("no such key")
-    {waiting}
-    """
-    code, out, err = end_of(body, n)
+UNCAUGHT = {
+    "outside, the others wait": """
+        if rank == 1:
+            print("failing at", time.time(), flush=True)
+            raise LookupError("no such key")
+        strategy.run(step)
+    """,
+    "outside, the others sleep": """
+        if rank == 1:
+            print("failing at", time.time(), flush=True)
+            raise LookupError("no such key")
+        time.sleep(600)
+    """,
+    "in run": """
+        def bad():
+            if rank == 1:
+                raise LookupError("no such key")
+            return step()
+        strategy.run(bad)
+    """,
+    "in merge_fn": """
+        def merge_fn(strategy, x):
+            raise LookupError("no such key")
+        strategy.run(lambda: mpidist.get_replica_context().merge_call(merge_fn, (1,)))
+    """,
+    "in a thread": """
+        import threading
+        def train():
+            strategy.run(step)
+            if rank == 1:
+                raise LookupError("no such key")
+            strategy.run(step)
+        thread = threading.Thread(target=train, name="training")
+        thread.start()
+        thread.join()
+        if rank == 1:
+            time.sleep(600)  # a main thread that goes on
+    """,
+}
+
+
+@pytest.mark.parametrize("where", UNCAUGHT)
+def test_an_uncaught_exception_ends_the_job_and_is_printed_once(where):
+    body = textwrap.dedent(UNCAUGHT[where])
+    n = 4 if "sleep" in where else 2
+    code, out, err = end_of(f"{ONLY_WHO_FAILS}\n{body}", n)
     ended = time.time()
     assert code != 0
+    who = f"rank {0 if 'merge_fn' in where else 1} raised an exception"
+    thread = " in thread 'training'" if "thread" in where else ""
+    assert f"mpidist: {who}{thread}, ending the job" in err
     assert err.count("LookupError: no such key") == 1
     assert count_tracebacks(err) == 1
-    assert f"mpidist: rank {n - 1} raised an exception" in err
-    # At once, but for what a busy machine adds; those that wait do so for much longer.
-    assert ended - float(out.split("failing at ")[1].split()[0]) < 60
-
-
-def test_an_uncaught_exception_inside_run_is_printed_once():
-    body = f"""
-    {ONLY_WHO_FAILS}
-    def bad():
-        if rank == 1:
-            raise LookupError("no such key")
-        return step()
-    strategy.run(bad)
-    """
-    code, _, err = end_of(body)
-    assert code != 0
-    assert "mpidist: rank 1 raised an exception" in err
-    assert err.count("LookupError: no such key") == 1
-
-
-def test_an_exception_of_merge_fn_is_printed_once():
-    body = f"""
-    {ONLY_WHO_FAILS}
-    def merge_fn(strategy, x):
-        raise LookupError("in merge_fn")
-    strategy.run(lambda: mpidist.get_replica_context().merge_call(merge_fn, (1.0,)))
-    """
-    code, _, err = end_of(body)
-    assert code != 0
-    assert "mpidist: rank 0 raised an exception" in err
-    assert count_tracebacks(err) == 1
+    if "outside" in where:
+        # At once, but for what a busy machine adds; those that wait do so for longer.
+        assert ended - float(out.split("failing at ")[1].split()[0]) < 60
 
 
 @pytest.mark.parametrize(
@@ -268,27 +276,6 @@ def test_a_time_out_that_is_caught_lets_the_program_end():
 
 
 # --- threads --------------------------------------------------------------------------
-
-
-def test_a_thread_that_uses_the_strategy_ends_the_job_when_it_raises():
-    body = """
-    import threading
-    def train():
-        strategy.run(step)
-        if rank == 1:
-            raise LookupError("between two calls")
-        strategy.run(step)
-    thread = threading.Thread(target=train, name="training")
-    thread.start()
-    thread.join()
-    if rank == 1:
-        time.sleep(600)  # a main thread that goes on
-    """
-    code, _, err = end_of(body)
-    assert code != 0
-    assert "rank 1 raised an exception in thread 'training', ending the job" in err
-    assert err.count("LookupError: between two calls") == 1
-    assert count_tracebacks(err) == 1
 
 
 def test_a_program_that_ends_while_a_thread_is_in_a_call_ends_the_job():

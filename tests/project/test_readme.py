@@ -380,10 +380,6 @@ def is_there(command: Command, path: str) -> None:
     assert (ROOT / path).exists()
 
 
-def sphinx(command: Command, source: str) -> None:
-    assert (ROOT / source / "conf.py").exists()
-
-
 COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (
         r"launch/(demo|docs|test|test-hosts|soak|gpu-check|conformance|performance|build-cuda-openmpi)"
@@ -413,7 +409,6 @@ COMMANDS: list[tuple[str, Callable[..., None]]] = [
     (r'pip install -e (?:\.|"\.\[([\w,]+)\]")', pip_install),
     (r"export (MPIDIST_\w+)=\S+", export),
     (r".venv/bin/python -m pytest (.*)", pytest_in_venv),
-    (r"sphinx-build -W (\w+) \S+", sphinx),
 ]
 
 

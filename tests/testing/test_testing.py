@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -59,7 +60,7 @@ def test_results_come_in_the_order_of_the_replicas(n):
     assert testing.run(n, program, 1, b=2) == [(k, n, 1, 2) for k in range(n)]
 
 
-def test_no_mpi_is_imported():
+def test_no_mpi_is_imported_and_the_hooks_of_processes_are_left_alone():
     done = python(
         """
         import sys
@@ -69,7 +70,9 @@ def test_no_mpi_is_imported():
             strategy = mpidist.MPIStrategy()
             return strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None)
 
+        before = sys.excepthook, sys.exit
         assert mpidist.testing.run(3, program) == [3.0, 3.0, 3.0]
+        assert before == (sys.excepthook, sys.exit)
         print([name for name in sys.modules if name.startswith("mpi4py")])
         """
     )
@@ -220,37 +223,40 @@ def test_a_replica_that_raises_ends_the_run():
     assert all("replica 1 has failed: KeyError: 'mine'" in text for text in told)
 
 
-def test_others_wait_for_a_strategy_or_a_group():
-    def program(wait):
+def reduce_for_ever(group, pair):
+    while True:
+        pair.run(lambda: all_reduce(1.0))
+
+
+def swallow(group, pair):
+    while True:
+        with contextlib.suppress(Exception):
+            pair.run(lambda: all_reduce(1.0))
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda group, pair: mpidist.MPIStrategy(),
+        lambda group, pair: group.barrier(),
+        lambda group, pair: group.all_gather(1),
+        lambda group, pair: group.broadcast(1, root=1),
+        lambda group, pair: group.split(0),
+        reduce_for_ever,
+        swallow,
+    ],
+)
+def test_whatever_others_do_they_end_when_one_raises(wait):
+    def program():
         group = testing.current_group()
+        pair = mpidist.MPIStrategy(comm=group.split(group.rank // 2))
         if group.rank == 1:
             raise KeyError("mine")
-        wait(group)
-
-    for wait in (
-        lambda group: mpidist.MPIStrategy(),
-        lambda group: group.barrier(),
-        lambda group: group.all_gather(1),
-        lambda group: group.broadcast(1, root=1),
-        lambda group: group.split(0),
-    ):
-        with pytest.raises(KeyError, match="mine"):
-            testing.run(2, program, wait, timeout_seconds=LONG)
-
-
-def test_who_swallows_what_it_is_told_ends_too():
-    def program():
-        strategy = mpidist.MPIStrategy()
-        if strategy.replica_id == 1:
-            raise KeyError("mine")
-        while True:
-            try:
-                strategy.run(lambda: all_reduce(1.0))
-            except Exception:
-                time.sleep(0.001)
+        wait(group, pair)
 
     with pytest.raises(KeyError, match="mine") as caught:
-        testing.run(2, program, timeout_seconds=LONG)
+        testing.run(4, program, timeout_seconds=LONG)
     assert len(caught.value.__notes__) == 1
 
 
@@ -303,50 +309,36 @@ def test_what_one_raises_in_run_is_its_own():
     assert caught.value.__notes__ == ["raised on replica 2 of 3 (mpidist.testing.run)"]
 
 
-def test_a_replica_that_returns_early():
-    def program():
-        strategy = mpidist.MPIStrategy()
-        if strategy.replica_id == 1:
-            return
-        strategy.run(lambda: all_reduce(1.0))
-
-    with pytest.raises(mpidist.CollectiveMismatchError) as caught:
-        testing.run(3, program, timeout_seconds=LONG)
-    text = str(caught.value)
-    assert "rank 1: nothing more: its program has ended\n" in text
-
-
-@pytest.mark.parametrize("kind", ["strategy", "group"])
-def test_a_replica_that_returns_before_the_others_meet(kind):
-    def program():
-        if testing.current_group().rank == 1:
-            return
-        if kind == "group":
-            testing.current_group().barrier()
-        mpidist.MPIStrategy()
-
-    with pytest.raises(mpidist.CollectiveMismatchError, match="rank 1 will not come"):
-        testing.run(3, program, timeout_seconds=LONG)
-
-
-def test_different_calls_of_a_group():
+@pytest.mark.parametrize("others", ["reduce", "make a strategy", "meet"])
+def test_a_replica_that_returns_early(others):
     def program():
         group = testing.current_group()
-        if group.rank:
+        strategy = mpidist.MPIStrategy() if others == "reduce" else None
+        if group.rank == 1:
+            return
+        if strategy is not None:
+            strategy.run(lambda: all_reduce(1.0))
+        elif others == "meet":
             group.barrier()
-        else:
-            group.all_gather(1)
+        mpidist.MPIStrategy()
 
-    with pytest.raises(mpidist.CollectiveMismatchError, match="different calls"):
-        testing.run(2, program, timeout_seconds=LONG)
+    text = "rank 1 will not come"
+    if others == "reduce":
+        text = "rank 1: nothing more: its program has ended\n"
+    with pytest.raises(mpidist.CollectiveMismatchError, match=text):
+        testing.run(3, program, timeout_seconds=LONG)
 
 
-def test_different_calls_without_the_guard():
+@pytest.mark.parametrize("of", ["a group", "a strategy without the guard"])
+def test_different_calls(of):
     def program():
+        group = testing.current_group()
+        if of == "a group":
+            group.barrier() if group.rank else group.all_gather(1)
+            return
         options = mpidist.experimental.CommunicationOptions(guard=False)
         strategy = mpidist.MPIStrategy(communication_options=options)
-        size = 3 + strategy.replica_id
-        strategy.run(lambda: all_reduce(np.ones(size)))
+        strategy.run(lambda: all_reduce(np.ones(3 + group.rank)))
 
     with pytest.raises(mpidist.CollectiveMismatchError, match="different calls"):
         testing.run(2, program, timeout_seconds=LONG)
@@ -395,26 +387,22 @@ def test_a_thread_that_can_not_be_ended_is_left_behind(monkeypatch):
     assert gone.wait(60)
 
 
-@pytest.mark.parametrize("code", [None, 0])
-def test_sys_exit_of_all_is_an_end(code):
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_sys_exit(code):
+    """Of all replicas it is an end; with a code it is raised, also of one."""
+
     def program():
         strategy = mpidist.MPIStrategy()
-        strategy.run(lambda: all_reduce(1.0))
-        sys.exit(code)
-
-    assert testing.run(2, program) == [None, None]
-
-
-def test_sys_exit_with_a_code_is_raised():
-    def program():
-        strategy = mpidist.MPIStrategy()
-        if strategy.replica_id == 1:
-            sys.exit(3)
+        if not code or strategy.replica_id == 1:
+            sys.exit(code)
         strategy.run(lambda: all_reduce(1.0))
 
+    if not code:
+        assert testing.run(2, program) == [None, None]
+        return
     with pytest.raises(SystemExit) as caught:
         testing.run(3, program, timeout_seconds=LONG)
-    assert caught.value.code == 3
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -444,20 +432,6 @@ def test_ctrl_c_ends_all(busy):
     with pytest.raises(KeyboardInterrupt):
         testing.run(3, program, timeout_seconds=LONG)
     assert sorted(ended) == [0, 1, 2]
-
-
-def test_the_hooks_of_processes_are_left_alone():
-    done = python(
-        """
-        import sys
-        import mpidist
-
-        before = sys.excepthook, sys.exit
-        mpidist.testing.run(2, lambda: mpidist.MPIStrategy())
-        assert before == (sys.excepthook, sys.exit)
-        """
-    )
-    assert done.returncode == 0, done.stderr
 
 
 # --- groups ---------------------------------------------------------------------------
@@ -497,19 +471,6 @@ def test_split_orders_by_key_and_leaves_some_out():
         (1, [3, 2, 0], 2),
         (0, [3, 2, 0], 2),
     ]
-
-
-def test_a_failure_in_one_group_ends_the_others():
-    def program():
-        group = testing.current_group()
-        strategy = mpidist.MPIStrategy(comm=group.split(group.rank // 2))
-        if group.rank == 3:
-            raise KeyError("mine")
-        while True:
-            strategy.run(lambda: all_reduce(1.0))
-
-    with pytest.raises(KeyError, match="mine"):
-        testing.run(4, program, timeout_seconds=LONG)
 
 
 @pytest.mark.parametrize("comm", ["world", 3])
