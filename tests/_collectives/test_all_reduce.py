@@ -1,73 +1,111 @@
+"""All-reduces and all-gathers, whatever an array is like on one of the ranks."""
+
+import functools
+
 import numpy as np
 import pytest
-from replicas import all_reduce
+from replicas import all_reduce, context, local
 
 import mpidist
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
-@pytest.mark.parametrize("implementation", ["direct", "shared"])
-@pytest.mark.parametrize("size_bytes", [40, 400_000])
-def test_arrays_that_are_not_aligned(
-    new_strategy, rank, size, implementation, size_bytes
+class Subclass(np.ndarray):
+    pass
+
+
+def at_address(x, remainder):
+    """Return a copy whose address, divided by 16, leaves this remainder."""
+    memory = np.zeros(x.nbytes + 16, np.uint8)
+    start = (remainder - memory.ctypes.data) % 16
+    copy = memory[start:][: x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def forms_of(x):
+    return {
+        "plain": x,
+        "strided": np.repeat(x, 2, axis=-1)[..., ::2] if x.ndim else x[()],
+        "transposed": x.T.copy().T,
+        "read-only": np.broadcast_to(x, x.shape),
+        "subclass": x.view(Subclass),
+        # mpi4py has no datatype for it: as `numpy.frombuffer` makes arrays.
+        "not aligned": at_address(x, 5),
+        # Which NumPy calls aligned, also for complex numbers of 16 bytes.
+        "aligned as its parts": at_address(x, 8),
+    }
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("implementation", ["DIRECT", "AUTO"])
+@pytest.mark.parametrize("nodes", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), "f8"), ((50,), "c16"), ((40, 50), "f8"), ((300, 200), "c16")],
+)
+def test_each_rank_may_have_an_array_in_a_form_of_its_own(
+    monkeypatch, new_strategy, nodes, implementation, guard, shape, dtype, rank, size
 ):
-    """As `numpy.frombuffer` makes them, on one rank: mpi4py has no datatype for it."""
-    strategy = new_strategy(implementation=implementation)
-    x = np.full(size_bytes // 8, rank + 1.0)
-    if rank == size - 1:
-        x = np.frombuffer(b"head:" + x.tobytes(), x.dtype, offset=5)
-        assert not x.flags.aligned
+    """And options that change nothing: the ranks go different ways through one call."""
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", nodes)
+    strategy = new_strategy(implementation=implementation, guard=guard)
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=50)
+    step = 1j if dtype == "c16" else 1
+    base = np.arange(np.prod(shape)).reshape(shape)
+    parts = [np.asarray(base + r * step, dtype) for r in range(size)]
+    total, x = sum(parts), parts[rank]
+    forms = forms_of(x)
+    for name in ["plain", *forms]:
+        for odd in {0, size - 1}:
+            mine, how = (forms[name], options) if rank == odd else (x, None)
 
-    def step():
-        context = mpidist.get_replica_context()
-        return context.all_reduce("SUM", x), context.all_reduce("SUM", [x])[0]
+            def call(mine=mine, how=how):
+                single = context().all_reduce("SUM", mine, how)
+                pair = context().all_reduce("SUM", [mine, x], how)
+                gathered = context().all_gather(mine, 0, how) if x.ndim else None
+                return [single, *pair], context().all_reduce("MEAN", mine), gathered
 
-    value = strategy.run(step)
-    for found in strategy.experimental_local_results(value)[0]:
-        np.testing.assert_array_equal(found, np.full(x.shape, size * (size + 1) / 2))
-    total = strategy.reduce("MEAN", strategy.run(lambda: x), axis=None)
-    np.testing.assert_array_equal(total, np.full(x.shape, (size + 1) / 2))
-
-
-@pytest.mark.parametrize("implementation", ["direct", "shared"])
-def test_complex_numbers_that_are_aligned_as_their_parts(
-    new_strategy, rank, size, implementation
-):
-    """At an odd multiple of half their size on one rank, which NumPy calls aligned."""
-    strategy = new_strategy(implementation=implementation)
-    room = np.zeros(10)
-    x = room[room.ctypes.data % 16 == 0 :][:8].view(np.complex128)
-    assert x.ctypes.data % 16 == 8
-    assert x.flags.aligned
-    x[:] = rank + 1j
-    value = strategy.run(
-        lambda: mpidist.get_replica_context().all_reduce(
-            "SUM", x if rank == size - 1 else x.copy()
-        )
-    )
-    expected = np.full(4, size * (size - 1) / 2 + size * 1j)
-    found = strategy.experimental_local_results(value)[0]
-    np.testing.assert_array_equal(found, expected)
+            sums, mean, gathered = local(strategy, call)
+            for found in sums:
+                np.testing.assert_array_equal(found, total, err_msg=name)
+            np.testing.assert_allclose(mean, total / size)
+            if x.ndim:
+                np.testing.assert_array_equal(gathered, np.concatenate(parts))
 
 
-@pytest.mark.parametrize("implementation", ["direct", "auto"])
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("implementation", ["DIRECT", "AUTO"])
 @pytest.mark.parametrize("nodes", ["1", "2"])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
-def test_the_order_of_unsigned_integers(
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_combined_as_in_numpy(
     monkeypatch, new_strategy, dtype, nodes, implementation, rank, size
 ):
-    """Some MPIs compare them as if they were signed."""
+    """Sums and products wrap; all numbers are ordered.
+
+    Open MPI saturates sums of 8 and 16 bits, in most elements; some MPIs compare
+    unsigned integers as if they were signed.
+    """
     monkeypatch.setenv("MPIDIST_SIMULATED_NODES", nodes)
-    strategy = new_strategy(implementation=implementation.upper())
-    least = np.arange(size, dtype=dtype)
-    most = np.iinfo(dtype).max - least
-    for count in (3, 100_003):
-        parts = [
-            np.where(np.arange(count) % size == k, most[k], least[k])
-            for k in range(size)
-        ]
-        for op, function in (("MAX", np.maximum), ("MIN", np.minimum)):
-            found = all_reduce(strategy, op, parts[rank])
-            np.testing.assert_array_equal(found, function.reduce(parts))
-            assert found.dtype == dtype
+    strategy = new_strategy(implementation=implementation)
+    limits = np.iinfo(dtype)
+    edges = [
+        [limits.max - k, limits.min + k, limits.max // 2 + k, 3] for k in range(size)
+    ]
+    functions = {
+        "SUM": np.add,
+        "PROD": np.multiply,
+        "MIN": np.minimum,
+        "MAX": np.maximum,
+    }
+    for count in (1, 20, 3_000, 100_000):
+        parts = [np.resize(np.array(x, dtype), count) for x in edges]
+        for op, function in functions.items():
+            want = functools.reduce(function, parts)
+            for _ in range(2):  # the second time by the plan
+                found = all_reduce(strategy, op, parts[rank])
+                assert found.dtype == dtype
+                np.testing.assert_array_equal(found, want)

@@ -1,8 +1,7 @@
-"""How GPU buffers go: order of the copies, NCCL, and the choice between the ways.
+"""How GPU buffers go: page-locked memory, NCCL, and the choice between the ways.
 
-All of it on host memory that poses as a GPU, whose streams do their work as late as
-they may, as early, or at random (tests/posing.py): a copy that nothing waits for gives
-wrong data. tests/_collectives/test_gpu_waits.py has more of that.
+All of it on host memory that poses as a GPU (tests/posing.py). That no copy and no wait
+is missing: tests/_collectives/test_gpu_waits.py.
 """
 
 import functools
@@ -18,8 +17,6 @@ from replicas import (
     context,
     core_by_mpi,
     local,
-    needs_core,
-    no_room,
     raises_everywhere,
 )
 
@@ -27,11 +24,9 @@ import mpidist
 from mpidist._base.gpus import Device
 from mpidist._collectives import (
     nccl as _nccl,
-    node as node_module,
     staged as staged_module,
     transport_choice,
 )
-from mpidist._collectives.staged import StagedTransport
 from mpidist._collectives.transport_choice import Finding, decide
 from mpidist._mpi.buffers import BufferReduction
 from mpidist._strategy.strategy import group_of
@@ -48,22 +43,9 @@ def auto(monkeypatch):
     monkeypatch.setattr(transport_choice, "_told", set())  # warnings of other tests
 
 
-@pytest.fixture(params=["late", "early", "random"])
-def cupy(request, monkeypatch, rank):
-    monkeypatch.setenv("MPIDIST_STAGING_MB", str(PIECE / 2**20))
-    return posing.install(monkeypatch, order=request.param, seed=rank)
-
-
-@pytest.fixture(params=["direct", pytest.param("shared", marks=needs_core)])
-def staged(request, cupy, new_strategy, monkeypatch, size):
-    """Give the staged transport of a strategy, over each of those on the host."""
-    if request.param == "direct":
-        monkeypatch.setattr(node_module, "make_file", no_room)
-    strategy = new_strategy(device="gpu")
-    transport = group_of(strategy).collectives.resources.transports.device
-    assert isinstance(transport, StagedTransport)
-    assert transport._host.name == ("direct" if size == 1 else request.param)
-    return transport
+@pytest.fixture
+def cupy(monkeypatch):
+    return posing.install(monkeypatch)
 
 
 def counting(start, count, dtype="float32"):
@@ -94,95 +76,13 @@ def check(pairs):
         np.testing.assert_array_equal(found, want)
 
 
-# A single piece; four; as many as it takes; no multiple of anything.
-COUNTS = [0, 1, 1000, 16 * 1024, 40_001, 5 * PIECE // 4 + 3]
-
-
 @core_by_mpi
-def test_copies_of_one_rank(cupy, staged, rank, size):
-    pairs = []
-    for root in range(size):
-        for count in COUNTS:
-            x = on_gpu(cupy, counting(rank, count))
-            staged.broadcast(x, root)
-            pairs.append((Reader(x).get(), counting(root, count)))
-    check(pairs)
-
-
-@core_by_mpi
-def test_a_broadcast_does_not_overtake_a_kernel(cupy, staged, rank, size):
-    """Ranks that only receive wait for the kernels that still use the memory."""
-    pairs = []
-    for count in (1000, 40_001):
-        x = cupy.empty(count, np.float32)
-        host = counting(5, count)
-        posing.launch(lambda x=x: x.memory.fill(-1))
-        if rank == 0:
-            posing.launch(lambda x=x, host=host: np.copyto(x.memory, host))
-        staged.broadcast(x, 0)
-        pairs.append((Reader(x).get(), host))
-    check(pairs)
-
-
-@core_by_mpi
-def test_all_gathers_of_unequal_parts(cupy, staged, rank, size):
-    pairs = []
-    for sizes in ([0] * 4, [3, 0, 70_001, 5], [50_000] * 4, [1, 2, 3, 100_000]):
-        counts = sizes[:size]
-        parts = [counting(r, n, "uint8") for r, n in enumerate(counts)]
-        send = on_gpu(cupy, parts[rank])
-        receive = cupy.empty(sum(counts), np.uint8)
-        posing.launch(lambda x=receive: x.memory.fill(255))
-        staged.all_gather(send, receive, counts)
-        pairs.append((Reader(receive).get(), np.concatenate(parts)))
-    check(pairs)
-
-
-@core_by_mpi
-def test_a_call_on_another_stream_waits_for_the_buffers(cupy, new_strategy, size):
-    """Leaves are packed into a buffer that is kept, whichever stream is current."""
-    strategy = new_strategy(device="gpu", implementation="STAGED")
-    streams = [posing.Stream(non_blocking=True) for _ in range(2)]
-    readers = []
-    for k in range(6):
-        with streams[k % 2]:
-            x = [on_gpu(cupy, counting(k, n)) for n in (10, 30_000)]
-            total = all_reduce(strategy, "SUM", x)
-            readers.append((k, streams[k % 2], [Reader(x) for x in total]))
-    for k, stream, seen in readers:
-        stream.synchronize()
-        for one, n in zip(seen, (10, 30_000), strict=True):
-            np.testing.assert_array_equal(one.seen, counting(k, n) * size)
-
-
-@core_by_mpi
-def test_direct_waits_for_the_stream(cupy, new_strategy, rank, size):
+def test_a_direct_broadcast_waits_for_the_stream(cupy, new_strategy, rank, size):
     strategy = new_strategy(device="gpu", implementation="DIRECT")
-    direct = group_of(strategy).collectives.resources.transports.device
-    highest = counting(size - 1, 1000)
     x = on_gpu(cupy, counting(rank, 1000))
-    y = cupy.empty(1000, np.float32)
-    posing.launch(lambda: y.memory.fill(-1))
-    direct.allreduce([BufferReduction(x, y, "MAX")])
-    pairs = [(y.memory, highest)]
-    for call in (
-        lambda x: direct.allreduce([BufferReduction(None, x, "MAX")]),
-        lambda x: direct.broadcast(x, size - 1),
-        lambda x: direct.reduce(x, "MAX", 0),
-    ):
-        x = on_gpu(cupy, counting(rank, 1000))
-        call(x)
-        pairs.append((x.memory, highest))
-    if rank:
-        pairs.pop()
-    for limit in (2**30, 7):  # one message, and broadcasts
-        group_of(strategy).communicator.buffers.most_bytes = limit
-        part = on_gpu(cupy, counting(rank + 1, 10, "uint8"))
-        whole = cupy.empty(10 * size, np.uint8)
-        direct.all_gather(part, whole, [10] * size)
-        want = np.concatenate([counting(r + 1, 10, "uint8") for r in range(size)])
-        pairs.append((whole.get(), want))
-    check(pairs)
+    direct = group_of(strategy).collectives.resources.transports.device
+    direct.broadcast(x, size - 1)
+    check([(x.memory, counting(size - 1, 1000))])
 
 
 @mpi

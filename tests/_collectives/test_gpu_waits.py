@@ -155,6 +155,19 @@ def of_strategy(strategy, rank, size):
         inputs = [(x, hosts[int(k)][rank]) for k, x in arrays.items()]
         return inputs, [], call
 
+    def to_root(program):
+        hosts = hosts_of(program.random.randrange(99), program.random.choice(COUNTS))
+        x, root = program.array(hosts[0].size), program.random.randrange(size)
+
+        def call():
+            found = group_of(strategy).collectives.all_reduce(
+                mpidist.ReduceOp.SUM, x, root=root
+            )
+            assert (found is None) == (rank != root)
+            return [(found, sum(hosts))] if rank == root else []
+
+        return [(x, hosts[rank])], [], call
+
     def all_gather(program):
         counts = [program.random.choice(COUNTS) for _ in range(size)]
         hosts = [host_array(r, n) for r, n in enumerate(counts)]
@@ -195,7 +208,7 @@ def of_strategy(strategy, rank, size):
 
     # Nests have a buffer that is kept, in which calls can meet: they come often.
     often = [nest, nest, nest, small, small]
-    return [single, *often, all_gather, broadcast, host_sum]
+    return [single, *often, to_root, all_gather, broadcast, host_sum]
 
 
 # --- the ways -------------------------------------------------------------------------

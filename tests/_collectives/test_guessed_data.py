@@ -1,7 +1,8 @@
 """Data that go with the header, since the same call came there before (guess.h).
 
 Programs that repeat their calls, and leave the pattern in every way: each result is
-compared, each fault is an error on all ranks, and the strategy goes on.
+compared, each fault is an error on all ranks, and the strategy goes on. Sizes may also
+differ across what has room behind a header.
 """
 
 from __future__ import annotations
@@ -77,6 +78,20 @@ def raises():
 
 
 ctx = mpidist.get_replica_context
+for odd in {0, size - 1}:
+    x = np.ones(130 if rank == odd else 128)
+    try:
+        strategy.run(lambda: ctx().all_reduce("SUM", x))
+    except mpidist.CollectiveMismatchError as error:
+        assert "(128,)" in str(error), error
+        assert "(130,)" in str(error), error
+        print("differs\n", end="", flush=True)
+    counts = [200 if k == odd else 1 for k in range(size)]
+    x = np.full(counts[rank], float(rank))
+    (rows,) = strategy.experimental_local_results(
+        strategy.run(lambda: ctx().all_gather(x, 0))
+    )
+    assert rows.tolist() == np.repeat(np.arange(size), counts).tolist(), odd
 faults = {
     "raises": raises,
     "another size": lambda: ctx().all_reduce("SUM", np.ones(100, np.float32)),
@@ -116,3 +131,4 @@ def test_programs_that_repeat_their_calls_and_then_do_not(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("right") == size, done.stdout + done.stderr
     assert done.stdout.count("found") == 6 * size, done.stdout
+    assert done.stdout.count("differs") == 2 * size, done.stdout

@@ -1,10 +1,11 @@
-"""Several nodes, played by one machine: reductions, headers, data."""
+"""One node, and several that one machine plays: reductions, headers, data."""
 
 import ctypes
 import functools
 import mmap
 import signal
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from replicas import (
     context,
     core_by_mpi,
     everywhere,
+    local,
     make,
     needs_core,
     own,
@@ -35,32 +37,42 @@ from mpidist._strategy.strategy import group_of
 Options = mpidist.experimental.CommunicationOptions
 mpi = pytest.mark.mpi
 core = pytest.mark.core
+# One node as well, whose ranks share memory.
+by_layout = pytest.mark.parametrize("nodes", [1, 2, 3, 4], indirect=True)
 
 
-def sum_by_nodes(nodes, count, dtype):
-    sums = []
-    for ranks in nodes:
-        total = sample(ranks[0], count, dtype)
-        for rank in ranks[1:]:
-            total = total + sample(rank, count, dtype)
-        sums.append(total)
-    return sums
+def combine_by_nodes(op, nodes, parts):
+    """Return the sum or product of parts of ranks: of each node, then of all."""
+    combine = np.multiply if op == "PROD" else np.add
+    total = functools.reduce(
+        combine,
+        [functools.reduce(combine, [parts[r] for r in ranks]) for ranks in nodes],
+    )
+    return total / total.dtype.type(len(parts)) if op == "MEAN" else total
 
 
 @core_by_mpi
-@pytest.mark.parametrize("gathers", [None, False, True])
-def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, gathers, monkeypatch):
-    """Between two nodes in their order, of more in MPI's, if MPI adds."""
+@by_layout
+@pytest.mark.parametrize(
+    ("op", "gathers"),
+    [("SUM", None), ("MEAN", None), ("PROD", None), ("SUM", False), ("SUM", True)],
+)
+def test_sums_are_those_of_the_nodes(
+    nodes, on_nodes, rank, size, op, gathers, monkeypatch
+):
+    """In the order of the ranks, if MPI does not add the sums of more than two nodes.
+
+    On one node large results are where all ranks have written them.
+    """
     if gathers is not None:
         chosen = Algorithm(gathers, 2, 2**16, 2**20 if gathers else NEVER)
         monkeypatch.setattr(buffers, "fastest_algorithm", lambda *_: chosen)
     strategy = on_nodes()
     comm = group_of(strategy).communicator
-    ordered = gathers or len(nodes) == 2
-    assert (comm.num_nodes, comm.smallest_node) == (
-        len(nodes),
-        min(len(ranks) for ranks in nodes),
-    )
+    shape = len(nodes), min(len(ranks) for ranks in nodes)
+    assert (comm.num_nodes, comm.smallest_node) == shape
+    node = group_of(strategy).collectives.resources.node
+    ordered = gathers or len(nodes) < 3
     for count, dtype in [
         (0, "float32"),
         (1, "float64"),
@@ -70,29 +82,33 @@ def test_sums_are_those_of_the_nodes(nodes, on_nodes, rank, gathers, monkeypatch
         (300_001, "float64"),
         (1_000_000, "float32"),
     ]:
-        x = sample(rank, count, dtype)
-        before = x.copy()
-        totals = [all_reduce(strategy, "SUM", x) for _ in range(3)]
-        expected = functools.reduce(np.add, sum_by_nodes(nodes, count, dtype))
+        parts = [sample(r, count, dtype) for r in range(size)]
+        x = parts[rank].copy()
+        before = node.channel.results_in_arena if node is not None else 0
+        totals = [all_reduce(strategy, op, x) for _ in range(3)]
+        expected = combine_by_nodes(op, nodes, parts)
         if ordered:  # what travels with a header is added in the order of the ranks
-            in_order = functools.reduce(
-                np.add, (sample(r, count, dtype) for ranks in nodes for r in ranks)
-            )
+            in_order = combine_by_nodes(op, [range(size)], parts)
             assert totals[0].tobytes() in (expected.tobytes(), in_order.tobytes())
         largest = float(np.abs(expected).max(initial=0.0))
         rtol = 16 * np.finfo(dtype).eps
         np.testing.assert_allclose(totals[0], expected, rtol, rtol * largest)
         assert len({*everywhere(totals[0].tobytes())}) == 1
         assert {total.tobytes() for total in totals} == {totals[0].tobytes()}
-        assert x.tobytes() == before.tobytes()
+        assert all(y.flags.c_contiguous and y.flags.writeable for y in totals)
+        assert x.tobytes() == parts[rank].tobytes()
+        if node is not None and x.nbytes > 128 * 1024:
+            assert node.channel.results_in_arena == before + 3
 
 
 @core_by_mpi
+@by_layout
 def test_nests_of_all_kinds(on_nodes, strategy, rank):
     assert_reduces_nests(on_nodes(), strategy, rank)
 
 
 @core_by_mpi
+@by_layout
 def test_half_floats_are_summed_in_float32(on_nodes, size):
     """1 + 2**-11 is no float16, so sums that round at each step lose what is small."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -109,7 +125,8 @@ def test_half_floats_are_summed_in_float32(on_nodes, size):
 
 
 @core_by_mpi
-def test_the_guard_and_merge_calls_work_between_nodes(on_nodes, rank, size):
+@by_layout
+def test_the_guard_and_merge_calls(on_nodes, rank, size):
     assert_guards_and_merges(on_nodes(), rank, size)
 
 
@@ -144,31 +161,32 @@ def test_a_rank_that_stays_away_is_named(on_nodes, rank, size, away, monkeypatch
 def test_an_interrupt_between_nodes_ends_the_call_everywhere(
     on_nodes, rank, size, whom, monkeypatch
 ):
-    """Neither peers nor the others of their nodes wait for what does not come."""
+    """Neither peers nor the others of their nodes wait for what does not come.
+
+    MPI may still write to a slice that travels, so its memory is kept forever.
+    """
     strategy = on_nodes(timeout_seconds=50)
     x = [np.ones(300_000), np.ones(200_000)]  # too large for the core
-
-    def reduce():
-        return context().all_reduce("SUM", x)
-
     for _ in range(3):
-        strategy.run(reduce)
+        all_reduce(strategy, "SUM", x)
+    kept, leak = [], Transfer.leak
+    monkeypatch.setattr(Transfer, "leak", lambda self: kept.append(self) or leak(self))
+    nodes = group_of(strategy).collectives.resources.nodes
     is_hit = rank == (0 if whom == "first" else size - 1)
     if is_hit:
-        group = group_of(strategy)
 
         def interrupted(*args):
             raise SignalError
 
-        nodes = group.collectives.resources.nodes
-        way = group.communicator.buffers if nodes is None else nodes.peers
+        way = group_of(strategy).communicator.buffers if nodes is None else nodes.peers
         monkeypatch.setattr(way, "finish", interrupted)
     start = time.monotonic()
     with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
-        strategy.run(reduce)
+        all_reduce(strategy, "SUM", x)
     assert time.monotonic() - start < 40  # not by the deadline
+    assert kept or nodes is None or not is_hit
     with pytest.raises(mpidist.CollectiveTimeoutError, match="interrupted"):
-        strategy.run(reduce)
+        all_reduce(strategy, "SUM", x)
 
 
 @core_by_mpi
@@ -254,44 +272,38 @@ def test_a_gather_inside_another_is_refused_and_the_first_goes_on(
 
 
 @core_by_mpi
-def test_an_interrupt_while_a_slice_travels_keeps_its_memory(
-    on_nodes, nodes, rank, size, monkeypatch
-):
-    """MPI may still write to it, so it is kept forever."""
-    strategy = on_nodes(timeout_seconds=50)
-    if group_of(strategy).collectives.resources.nodes is None:
-        pytest.skip("nodes of one rank send no slices")
-    x = np.ones(300_000)
-    all_reduce(strategy, "SUM", x)
-    kept, is_hit = [], rank == 0
-    leak = Transfer.leak
-
-    def noted(self):
-        kept.append(self)
-        leak(self)
-
-    def interrupted(self):
-        raise SignalError
-
-    monkeypatch.setattr(Transfer, "leak", noted)
-
-    if is_hit:
-        monkeypatch.setattr(hierarchical_route.Group, "finish", interrupted)
-    with pytest.raises(SignalError if is_hit else mpidist.CollectiveTimeoutError):
-        all_reduce(strategy, "SUM", x)
-    assert kept or not is_hit
-
-
-@core_by_mpi
-@pytest.mark.parametrize("scheme", ["fp16", "none"])
+@by_layout
+@pytest.mark.parametrize("scheme", ["none", "fp16"])
+@pytest.mark.parametrize("how", ["raise", "error", "ignore"])
 def test_floating_point_errors_of_the_user_do_not_reach_into_a_call(
-    on_nodes, rank, size, scheme
+    on_nodes, rank, size, scheme, how
 ):
+    """Whatever `numpy.errstate` says on a rank: the others would wait for it there.
+
+    Overflow is infinite, also of arrays that are read where they are.
+    """
     strategy = on_nodes(compression=scheme)
-    x = np.where(np.arange(50_000) % 3, 1.0, 1e-30).astype("float32")
-    with np.errstate(all="raise"):
-        found = all_reduce(strategy, "SUM", x)
-    np.testing.assert_allclose(found, size * x, atol=1e-6)
+    largest = np.finfo(np.float32).max
+    for count in (1, 5_000, 30_000, 300_000):
+        huge = np.full(count, largest, np.float32)
+        buffers = strategy.buffers_like(huge)
+        buffers[...] = huge
+        mixed = np.where(np.arange(count) % 3, 1.0, 1e-30).astype("float32")
+
+        def reduce(huge=huge, buffers=buffers, mixed=mixed):
+            with warnings.catch_warnings(), np.errstate(all="warn"):
+                warnings.simplefilter("error")
+                if how != "error":
+                    np.seterr(all=how if rank == 0 else "ignore")
+                all_reduce = context().all_reduce
+                found = [all_reduce("SUM", huge), all_reduce("MEAN", buffers)]
+                return [*found, all_reduce("SUM", buffers), all_reduce("SUM", mixed)]
+
+        for _ in range(2):
+            *infinite, small = local(strategy, reduce)
+            for x in infinite:
+                assert (x == (largest if size == 1 else np.inf)).all()
+            np.testing.assert_allclose(small, size * mixed, atol=1e-6)
 
 
 @core_by_mpi
@@ -342,6 +354,7 @@ def test_what_goes_by_nodes_unless_asked_otherwise(
 
 
 @core_by_mpi
+@by_layout
 def test_one_rank_alone_gets_the_sums_of_nodes(on_nodes, rank, size):
     strategy = on_nodes()
     x = sample(rank, 100_000, "float64")
@@ -356,37 +369,6 @@ def test_one_rank_alone_gets_the_sums_of_nodes(on_nodes, rank, size):
         assert own(strategy, found) == pytest.approx(float(np.sum(sum(values))))
 
 
-@core_by_mpi
-def test_the_short_way_meets_the_long_one(nodes, new_strategy, rank, size):
-    """Ranks may differ in what lies where, and still make the same call."""
-    strategy = new_strategy()
-    x = np.arange(2_000.0) + rank
-    expected = np.arange(2_000.0) * size + size * (size - 1) / 2
-    for turn in range(6):
-        shifted = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype)
-        shifted[...] = x
-        form = (x, np.repeat(x, 2)[::2], shifted)[(turn + rank) % 3]
-        np.testing.assert_array_equal(all_reduce(strategy, "SUM", form), expected)
-    with np.errstate(all="raise"):
-        huge = all_reduce(strategy, "SUM", np.full(3, 1.7e308))
-    assert np.isinf(huge).all()
-    for count in (300, 700_000):  # one that goes to MPI, and one by nodes
-        means = np.arange(float(count)) + rank
-        for turn in range(4):
-            options = Options(timeout_seconds=40) if (turn + rank) % 2 else None
-            found = all_reduce(strategy, "MEAN", means, options)
-            np.testing.assert_array_equal(found, means - rank + (size - 1) / 2)
-    many = all_reduce(strategy, "MEAN", np.full(20, rank, "int64"))
-    np.testing.assert_array_equal(many, np.full(20, (size - 1) / 2))
-
-    def differ():
-        context().all_reduce("SUM", x[: 100 + rank])
-
-    all_reduce(strategy, "SUM", x[:100])
-    raises_everywhere(mpidist.CollectiveMismatchError, lambda: strategy.run(differ))
-    np.testing.assert_array_equal(all_reduce(strategy, "SUM", x), expected)
-
-
 @mpi
 def test_simulated_nodes_that_differ_between_ranks(monkeypatch, rank, size):
     if size == 1:
@@ -396,19 +378,6 @@ def test_simulated_nodes_that_differ_between_ranks(monkeypatch, rank, size):
 
 
 # --- data behind a header -------------------------------------------------------------
-
-
-@core_by_mpi
-def test_an_array_that_one_rank_has_transposed_is_gathered(on_nodes, rank, size):
-    """It goes by Python there, and by the core alone on the others."""
-    strategy = on_nodes()
-    for count in (8, 32):  # with the header, and behind it
-        x = np.arange(count * count, dtype=np.float64).reshape(count, count) + rank
-        for call in range(5):
-            mine = np.asfortranarray(x) if call == 4 and rank == 0 else x
-            found = strategy.run(lambda m=mine: context().all_gather(m, 0))
-            expected = np.concatenate([x - rank + r for r in range(size)])
-            np.testing.assert_array_equal(own(strategy, found), expected)
 
 
 @core_by_mpi
@@ -432,20 +401,15 @@ def test_nothing_behind_the_end_of_an_array_is_read(on_nodes, rank, size):
 
 
 @core_by_mpi
-def test_a_nest_whose_dtypes_alternate(on_nodes, size):
-    """More runs of leaves of one dtype than collectives may be in progress."""
-    strategy = on_nodes()
-    nest = [np.full(20, 1, np.int64 if k % 2 else np.float32) for k in range(70)]
-    for _ in range(2):
-        totals = all_reduce(strategy, "SUM", nest)
-        assert all((x == size).all() for x in totals)
+def test_nests_that_share_the_memory_of_data_in_progress(on_nodes, size):
+    """Plans grow it; a call may use it when another plan is made.
 
-
-@core_by_mpi
-def test_memory_of_data_in_progress_outlives_another_plan(on_nodes, size):
-    """Plans grow the memory that they share, which a call in progress may use."""
+    In the first nest are more runs of leaves of one dtype than collectives may be in
+    progress.
+    """
     strategy = on_nodes()
-    for count in (300, 3_000, 30_000, 300):
-        nest = [np.ones(count), np.ones(count, np.float32)]
-        totals = all_reduce(strategy, "SUM", nest)
-        assert all((x == size).all() for x in totals)
+    for shapes in (70 * [20], *([n, n] for n in (300, 3_000, 30_000, 300))):
+        nest = [np.ones(n, "i8" if k % 2 else "f4") for k, n in enumerate(shapes)]
+        for _ in range(2):
+            totals = all_reduce(strategy, "SUM", nest)
+            assert all((x == size).all() for x in totals)

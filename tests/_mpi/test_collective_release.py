@@ -236,19 +236,3 @@ def test_buffers_keep_their_memory_after_the_strategy(strategy, rank, size):
     del view
     release_unused(strategy)
     assert (collective_release.count(), segments()) == (count, mapped)
-
-
-@core_by_mpi
-def test_buffers_that_are_dropped_give_their_memory_back(strategy, new_strategy, rank):
-    needs_one_node(strategy)
-    one = new_strategy(implementation=SHARED)
-    count, mapped = collective_release.count(), segments()
-    for _ in range(10):
-        buffers = one.buffers_like([np.zeros(100_000, "f4")])
-        buffers[0][:] = 1
-        total = own(one, one.run(lambda b=buffers: context().all_reduce("SUM", b)))
-        assert (total[0] == one.num_replicas_in_sync).all()
-        assert collective_release.count() <= count + 2
-        del buffers
-    release_unused(one)
-    assert (collective_release.count(), segments()) == (count, mapped)
