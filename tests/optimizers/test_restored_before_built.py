@@ -21,6 +21,11 @@ def parts(strategy, shape=(5,), **kwargs):
     return checkpoint, optimizer, v, w
 
 
+def same(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def step(strategy, optimizer, v, w):
     def replica():
         rows = [np.full(v.shape, 1.0 + this_replica()), np.float32(this_replica())]
@@ -31,7 +36,7 @@ def step(strategy, optimizer, v, w):
 
 
 @pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("built_by", ["step", "build", "merge_call"])
+@pytest.mark.parametrize("built_by", ["step", "build", "replica", "merge_call"])
 def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
     checkpoint, *rest = parts(strategy)
     for _ in range(3):
@@ -49,14 +54,15 @@ def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
     if built_by == "build":
         optimizer.build([v, w])
         assert int(optimizer.iterations) == 3
+    elif built_by == "replica":
+        strategy.run(lambda: optimizer.build([v, w]))
     elif built_by == "merge_call":
         strategy.run(
             lambda: mpidist.get_replica_context().merge_call(
                 lambda _: optimizer.build([v, w]) and None
             )
         )
-    for x, y in zip(step(strategy, optimizer, v, w), expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    same(step(strategy, optimizer, v, w), expected)
     assert int(optimizer.iterations) == 4
     assert status.assert_consumed() is status  # by now, as in TensorFlow
     mpidist.check_in_sync([v, w])
@@ -80,8 +86,7 @@ def test_iterations_are_there_before_the_first_step(strategy, folder, read):
         strategy.run(lambda: int(optimizer.iterations))
     iterations = optimizer.iterations
     assert int(iterations) == 3
-    for x, y in zip(step(strategy, optimizer, v, w), expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    same(step(strategy, optimizer, v, w), expected)
     assert optimizer.iterations is iterations
     assert int(iterations) == 4
     mpidist.check_in_sync(optimizer.variables)
@@ -122,8 +127,7 @@ def test_an_assigned_learning_rate_is_restored(strategy, folder, is_built):
         optimizer.build(weights)
     status = checkpoint.restore(folder / "assigned")
     assert optimizer.learning_rate == 0.25
-    for x, y in zip(step(strategy, optimizer, *weights), expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    same(step(strategy, optimizer, *weights), expected)
     status.assert_consumed()
     checkpoint.restore(folder / "function")
     assert optimizer.learning_rate == 0.25
@@ -250,8 +254,7 @@ def test_it_is_saved_before_it_is_built(strategy, folder, scope, shard, built):
     status = again.restore(folder / "c")
     status.assert_consumed().assert_existing_objects_matched()
     expected = step(strategy, optimizer, v, w)
-    for x, y in zip(step(strategy, other, *rest), expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    same(step(strategy, other, *rest), expected)
     assert int(other.iterations) == (6 if scope else 1)
     mpidist.check_in_sync(rest)
 
@@ -272,8 +275,7 @@ def test_what_waits_to_be_restored_is_saved(strategy, folder, shard):
         checkpoint.save(folder / "c", wait=wait)
     checkpoint, *rest = parts(strategy)
     checkpoint.restore(folder / "c")
-    for x, y in zip(step(strategy, *rest), expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    same(step(strategy, *rest), expected)
 
 
 def test_an_optimizer_in_a_module_is_restored_later_too(strategy, folder):
@@ -294,10 +296,7 @@ def test_an_optimizer_in_a_module_is_restored_later_too(strategy, folder):
     agent, checkpoint = make()
     assert len(agent.variables) == 2
     checkpoint.restore(folder / "after")
-    for x, y in zip(
-        step(strategy, agent.optimizer, agent.v, agent.w), expected, strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
+    same(step(strategy, agent.optimizer, agent.v, agent.w), expected)
     assert int(agent.optimizer.iterations) == 2
 
 
@@ -317,6 +316,5 @@ def test_a_built_optimizer_in_a_module_begins_anew(strategy, folder):
     agent.parts["slots"] += optimizer.variables  # found already, by other names
     checkpoint.restore(folder / "c").assert_consumed()
     assert int(optimizer.iterations) == 0
-    for x, y in zip(step(strategy, optimizer, agent.v, agent.w), expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    same(step(strategy, optimizer, agent.v, agent.w), expected)
     assert len(agent.variables) == 2 + len(optimizer.variables)

@@ -60,7 +60,7 @@ def test_a_shape_that_may_change_is_refused(strategy):
 
 def test_the_global_step_is_counted(strategy, v, size):
     with strategy.scope():
-        step = mpidist.Variable(0, aggregation="ONLY_FIRST_REPLICA")
+        step = mpidist.Variable(0)  # which needs no aggregation
     optimizer = SGD(0.5)
 
     def replica():
