@@ -8,20 +8,19 @@ import numpy as np
 
 from mpidist import losses
 from mpidist._base.expect import expect
-from mpidist._base.types import Nest
-from mpidist.metrics._metrics import Mean, _of_shape
+from mpidist._base.types import HostArray, Nest
+from mpidist.metrics._metrics import Mean, _of_shape, _OfPairs, _sums_of_rows
 
 _EPSILON: Final = 1e-7  # of Keras
 
 
-class _Compared(Mean):
+class _Compared(_OfPairs, Mean):  # type: ignore[misc]  # update_state as in Keras
     """The mean of what a comparison of labels and predictions gives."""
 
-    def update_state(  # type: ignore[override]  # as in Keras
-        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
-    ) -> None:
-        """Add a batch: labels and predictions; otherwise as `Mean.update_state`."""
-        self._add_mean(self._compare, sample_weight, y_true, y_pred)
+    def _sums(
+        self, true: HostArray, pred: HostArray, sample_weight: Nest
+    ) -> tuple[float, float]:
+        return _sums_of_rows(self._compare(true, pred), sample_weight, self._call)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         """Return a value for each row, or for each element."""

@@ -10,7 +10,7 @@ import numpy as np
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import HostArray, Nest
-from mpidist.metrics._metrics import Metric, _array, _of_shape, _weights
+from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs
 
 _COUNTS: Final = (
     "true_positives",
@@ -25,7 +25,7 @@ def _ratio(x: HostArray, y: HostArray) -> HostArray:
     return np.divide(x, y, out=np.zeros_like(x), where=y != 0)
 
 
-class _Confusion(Metric):
+class _Confusion(_OfPairs):
     """Counts, by threshold, of predictions that are right and wrong.
 
     Args:
@@ -49,21 +49,12 @@ class _Confusion(Metric):
         for part in _COUNTS:
             setattr(self, part, self.add_weight(self._limits.shape, name=part))
 
-    def update_state(
-        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
-    ) -> None:
-        """Add a batch: labels, which are 0 or not, and predictions.
-
-        Otherwise as `Mean.update_state`; a weight of a row is that of its elements.
-        """
-        self._add(lambda: self._counts(y_true, y_pred, sample_weight))
-
-    def _counts(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Any:
-        call = self._call
-        true, pred = (_array(x, call) for x in (y_true, y_pred))
+    def _sums(
+        self, true: HostArray, pred: HostArray, sample_weight: Nest
+    ) -> tuple[HostArray, ...]:
+        call, given = self._call, pred
         true = _of_shape(true, pred.shape, call)
-        weights = _weights(sample_weight, pred.shape, call)
-        weights = np.broadcast_to(1.0 if weights is None else weights, pred.shape)
+        weights = _each_weight(sample_weight, pred.shape, call)
         if pred.dtype.kind != "f":
             pred = pred.astype(np.float64)
         if self._from_logits:
@@ -71,7 +62,7 @@ class _Confusion(Metric):
         inside = bool(((pred >= 0) & (pred <= 1)).all())
         what = "predictions between 0 and 1"
         hint = "write `1 / (1 + numpy.exp(-logits))` for logits"
-        expect(inside, call, what, y_pred, hint, error=ValueError)
+        expect(inside, call, what, given, hint, error=ValueError)
         # Above the first k thresholds: in the dtype of the predictions, as in Keras.
         k = np.searchsorted(self._limits.astype(pred.dtype), pred.ravel())
         above, below = [], []
@@ -119,6 +110,8 @@ class _OfCounts(_Confusion):
 
 class Precision(_OfCounts):
     """The fraction of predictions above a threshold with label 1; 0 without any.
+
+    Labels are 0 or not, and count as 1 then. A weight of a row is that of its elements.
 
     Args:
         thresholds: a number or a list, from 0 to 1: predictions above it mean 1. None:
@@ -176,6 +169,8 @@ class FalseNegatives(_OfCounts):
 
 class AUC(_Confusion):
     """The area under a curve, approximated by thresholds as in Keras.
+
+    Labels are 0 or not, and count as 1 then. A weight of a row is that of its elements.
 
     Args:
         num_thresholds: how many, evenly from just below 0 to just above 1.

@@ -11,14 +11,15 @@ from mpidist._base.expect import expect
 from mpidist._base.types import HostArray, Nest
 from mpidist._values.variable import Variable
 from mpidist.metrics._confusion import _ratio
-from mpidist.metrics._metrics import Metric, _array, _of_shape, _weights
+from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs
 
 
-class IoU(Metric):
+class IoU(_OfPairs):
     """The mean over classes of the intersection over the union; absent ones left out.
 
     The intersection is the number of pixels (or rows) whose label and prediction are
-    both the class; the union, of those where at least one is.
+    both the class; the union, of those where at least one is. What is no class does not
+    count; a weight of a row is that of its elements.
 
     Args:
         num_classes: the number of classes.
@@ -61,33 +62,20 @@ class IoU(Metric):
         shape = (num_classes, num_classes)
         self.total_cm: Variable = self.add_weight(shape, name="total_confusion_matrix")
 
-    def update_state(
-        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
-    ) -> None:
-        """Add a batch: labels and predictions; what is no class does not count.
-
-        Otherwise as `Mean.update_state`; a weight of a row is that of its elements.
-        """
-
-        def count() -> tuple[HostArray]:
-            given = [_array(x, self._call) for x in (y_true, y_pred)]
-            true, pred = (
-                x if sparse else x.argmax(self._axis)
-                for x, sparse in zip(given, self._sparse, strict=True)
-            )
-            return (self._count(true, pred, sample_weight),)
-
-        self._add(count)
-
-    def _count(self, true: HostArray, pred: HostArray, sample_weight: Nest) -> Any:
+    def _sums(
+        self, true: HostArray, pred: HostArray, sample_weight: Nest
+    ) -> tuple[HostArray]:
+        true, pred = (
+            x if sparse else x.argmax(self._axis)
+            for x, sparse in zip((true, pred), self._sparse, strict=True)
+        )
         n, shape = self.num_classes, pred.shape
         true, pred = _of_shape(true, shape, self._call).astype(int), pred.astype(int)
-        weights = _weights(sample_weight, shape, self._call)
-        weights = np.broadcast_to(1.0 if weights is None else weights, shape)
+        weights = _each_weight(sample_weight, shape, self._call)
         counts = (true >= 0) & (true < n) & (pred >= 0) & (pred < n)
         counts &= true != (-1 if self.ignore_class is None else self.ignore_class)
         places = true[counts] * n + pred[counts]
-        return np.bincount(places, weights[counts], n * n).reshape(n, n)
+        return (np.bincount(places, weights[counts], n * n).reshape(n, n),)
 
     def result(self) -> Any:
         """Return the mean, a float64; 0 without any of the classes. Collective."""
@@ -135,7 +123,9 @@ class BinaryIoU(IoU):
         super().__init__(2, target_class_ids, name)
         self.threshold = threshold
 
-    def _count(self, true: HostArray, pred: HostArray, sample_weight: Nest) -> Any:
+    def _sums(
+        self, true: HostArray, pred: HostArray, sample_weight: Nest
+    ) -> tuple[HostArray]:
         # In float32, as in Keras.
         pred = pred.astype(np.float32) >= np.float32(self.threshold)
-        return super()._count(true, pred, sample_weight)
+        return super()._sums(true, pred, sample_weight)

@@ -276,23 +276,34 @@ class Mean(Metric):
             ValueError: if the shapes do not match.
             RuntimeError: if it was made outside the scope of this strategy.
         """
-        self._add_mean(lambda x: x, sample_weight, values)
-
-    def _add_mean(
-        self, compare: Callable[..., HostArray], sample_weight: Nest, *given: Nest
-    ) -> None:
-        """Add what a comparison of the given arrays returns."""
-
-        def compute() -> tuple[float, float]:
-            values = compare(*(_array(x, self._call) for x in given))
-            return _sums(values.astype(np.float64), sample_weight, self._call)
-
-        self._add(compute)
+        call = self._call
+        self._add(lambda: _sums_of_rows(_array(values, call), sample_weight, call))
 
     def result(self) -> Any:
         """Return the mean, a float64; 0 if there are no values. Collective."""
         total, count = float(self.total), float(self.count)
         return np.float64(total / count if count else 0.0)
+
+
+class _OfPairs(Metric):
+    """The base of metrics of labels and predictions."""
+
+    def update_state(
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> None:
+        """Add a batch: labels and predictions; otherwise as `Mean.update_state`."""
+
+        def sums() -> Iterable[Any]:
+            true, pred = (_array(x, self._call) for x in (y_true, y_pred))
+            return self._sums(true, pred, sample_weight)
+
+        self._add(sums)
+
+    def _sums(
+        self, true: HostArray, pred: HostArray, sample_weight: Nest
+    ) -> Iterable[Any]:
+        """Return what is added to each variable."""
+        raise NotImplementedError
 
 
 def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
@@ -305,18 +316,24 @@ def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
     return w.reshape(w.shape + (1,) * missing)
 
 
+def _each_weight(sample_weight: Nest, shape: Shape, call: str) -> HostArray:
+    """Return the weight of each element: that of its row, or 1."""
+    w = _weights(sample_weight, shape, call)
+    return np.broadcast_to(1.0 if w is None else w, shape)
+
+
 def _weighted(x: HostArray, w: HostArray) -> HostArray:
     """Return the products; 0 for a weight of 0, also of what is not finite."""
     return np.where(w == 0, 0.0, x) * w
 
 
-def _sums(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
+def _sums_of_rows(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, float]:
     """Return the sum over the rows of the mean of each, and that of their weights.
 
     As Keras 3 (reduce_to_samplewise_values in keras/src/metrics/reduction_metrics.py):
     a number as the weight is that of all rows together.
     """
-    w = _weights(sample_weight, x.shape, call)
+    x, w = x.astype(np.float64), _weights(sample_weight, x.shape, call)
     if not x.size:
         return 0.0, 0.0
     rows = x.shape[0] if x.ndim else 1

@@ -11,37 +11,27 @@ from mpidist._base.errors import level_of_caller
 from mpidist._base.expect import as_int, expect
 from mpidist._base.types import HostArray, Nest
 from mpidist.metrics._confusion import _ratio
-from mpidist.metrics._metrics import Metric, _array, _of_shape, _weighted, _weights
+from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs, _weighted
 
 
-class _OfColumns(Metric):
+class _OfColumns(_OfPairs):
     """The base: sums over rows, of which each variable has one for each column."""
 
-    def update_state(
-        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
-    ) -> None:
-        """Add a batch: labels and predictions, of shape (rows, columns).
-
-        Otherwise as `Mean.update_state`.
-        """
-
-        def compute() -> tuple[Any, ...]:
-            call = self._call
-            true, pred = (_array(x, call) for x in (y_true, y_pred))
-            columns = self._weights[0].shape or pred.shape[1:]
-            what = f"`y_pred` of shape {('rows', *columns)}"
-            fits = pred.ndim == 2 and pred.shape[1:] == columns
-            expect(fits, call, what, pred, self._hint, error=ValueError)
-            true = _of_shape(true, pred.shape, call).astype(np.float64)
-            w = _weights(sample_weight, pred.shape, call)
-            w = np.broadcast_to(1.0 if w is None else w, pred.shape)
-            axis = 0 if self._weights[0].shape else None
-            sums = [_weighted(x, w).sum(axis) for x in self._parts(true, pred)]
-            return *sums, *self._counts(true)
-
-        self._add(compute)
-
     _hint: str
+
+    def _sums(
+        self, true: HostArray, pred: HostArray, sample_weight: Nest
+    ) -> tuple[Any, ...]:
+        call = self._call
+        columns = self._weights[0].shape or pred.shape[1:]
+        what = f"`y_pred` of shape {('rows', *columns)}"
+        fits = pred.ndim == 2 and pred.shape[1:] == columns
+        expect(fits, call, what, pred, self._hint, error=ValueError)
+        true = _of_shape(true, pred.shape, call).astype(np.float64)
+        w = _each_weight(sample_weight, pred.shape, call)
+        axis = 0 if self._weights[0].shape else None
+        sums = [_weighted(x, w).sum(axis) for x in self._parts(true, pred)]
+        return *sums, *self._counts(true)
 
     def _parts(self, true: HostArray, pred: HostArray) -> tuple[HostArray, ...]:
         """Return what is summed for each variable, of the shape of the predictions."""
@@ -54,6 +44,8 @@ class _OfColumns(Metric):
 
 class FBetaScore(_OfColumns):
     """The weighted harmonic mean of precision and recall, of each class.
+
+    Labels and predictions have shape (rows, classes).
 
     Args:
         average: None: an array with the score of each class. "macro": their mean.
@@ -150,6 +142,8 @@ class F1Score(FBetaScore):
 class R2Score(_OfColumns):
     """The fraction of the variance of the labels that predictions explain.
 
+    Labels and predictions have shape (rows, outputs).
+
     It is 0 for labels that are all the same; NaN without any, and if such labels are
     predicted exactly.
 
@@ -214,7 +208,6 @@ class R2Score(_OfColumns):
             if self.class_aggregation == "uniform_average":
                 scores = scores.mean()
             elif self.class_aggregation is not None:
-                scores = (total * scores).sum() / total.sum()
                 scores = (total * scores).sum() / total.sum()
         free = float(samples) - self.num_regressors - 1
         if self.num_regressors and free > 0:

@@ -51,12 +51,7 @@ def _at_any_step(rate: Callable[[], float], step: int) -> float:
 # Functions of this module with their constants: these can be pickled, closures cannot.
 
 
-def _cosine(initial: float, steps: int, alpha: float, step: int) -> float:
-    cosine = 0.5 * (1 + math.cos(math.pi * (min(step, steps) / steps)))
-    return initial * ((1 - alpha) * cosine + alpha)
-
-
-def _warmed_cosine(
+def _cosine(
     initial: float,
     steps: int,
     alpha: float,
@@ -66,7 +61,8 @@ def _warmed_cosine(
 ) -> float:
     if step < warmup_steps:
         return initial + (target - initial) * step / warmup_steps
-    return _cosine(target, steps, alpha, step - warmup_steps)
+    left = min(step - warmup_steps, steps) / steps
+    return target * ((1 - alpha) * (0.5 * (1 + math.cos(math.pi * left))) + alpha)
 
 
 def _restarting(
@@ -145,18 +141,15 @@ def cosine_decay(
     """
     call = "cosine_decay"
     _check_steps(call, "decay_steps", decay_steps)
-    initial, end = float(initial_learning_rate), float(alpha)
     if warmup_target is None:
         if warmup_steps:
             raise ValueError(
                 f"{call}: expected `warmup_target` with `warmup_steps`, got None; "
                 "write `linear_warmup(cosine_decay(...), warmup_steps)`, or the target"
             )
-        return functools.partial(_cosine, initial, decay_steps, end)
-    target = float(warmup_target)
-    return functools.partial(
-        _warmed_cosine, initial, decay_steps, end, target, warmup_steps
-    )
+        warmup_target = initial_learning_rate
+    initial, end, target = map(float, (initial_learning_rate, alpha, warmup_target))
+    return functools.partial(_cosine, initial, decay_steps, end, target, warmup_steps)
 
 
 def cosine_decay_restarts(
