@@ -49,19 +49,6 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def add(
-    section: str,
-    name: str,
-    what: str,
-    function: Callable[[Any], Any],
-    difference: Difference | None = None,
-) -> None:
-    """Add a program to the list."""
-    if name in PROGRAMS:
-        raise ValueError(f"two programs have the name {name!r}")
-    PROGRAMS[name] = Program(section, name, what, function, difference)
-
-
 def differs(
     reason: str, *, tensorflow: Expected | Any, mpidist: Expected | Any
 ) -> Difference:
@@ -93,11 +80,13 @@ class Section:
         difference: Difference | None = None,
     ) -> None:
         """Add a program that was made, and not written."""
-        add(self.title, name, what, function, difference)
+        if name in PROGRAMS:
+            raise ValueError(f"two programs have the name {name!r}")
+        PROGRAMS[name] = Program(self.title, name, what, function, difference)
 
     def program(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Add a program that gives equal results on both sides."""
-        add(self.title, function.__name__, what_of(function), function)
+        self.add(function.__name__, what_of(function), function)
         return function
 
     def differs(
@@ -106,13 +95,8 @@ class Section:
         """Add a program whose results differ on purpose."""
 
         def decorate(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            add(
-                self.title,
-                function.__name__,
-                what_of(function),
-                function,
-                differs(reason, tensorflow=tensorflow, mpidist=mpidist),
-            )
+            difference = differs(reason, tensorflow=tensorflow, mpidist=mpidist)
+            self.add(function.__name__, what_of(function), function, difference)
             return function
 
         return decorate

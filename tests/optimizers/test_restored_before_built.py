@@ -35,15 +35,19 @@ def step(strategy, optimizer, v, w):
     return v.numpy(), w.numpy()
 
 
+def saved(strategy, path, steps=1, **kwargs):
+    """Save after some steps, and return what one more gives."""
+    checkpoint, *rest = parts(strategy, **kwargs)
+    for _ in range(steps):
+        step(strategy, *rest)
+    checkpoint.save(path)
+    return step(strategy, *rest)
+
+
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("built_by", ["step", "build", "replica", "merge_call"])
 def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
-    checkpoint, *rest = parts(strategy)
-    for _ in range(3):
-        step(strategy, *rest)
-    checkpoint.save(folder / "c")
-    expected = step(strategy, *rest)
-
+    expected = saved(strategy, folder / "c", steps=3)
     checkpoint, optimizer, v, w = parts(strategy, shard_state=shard)
     status = checkpoint.restore(folder / "c")
     rate = "optimizer/adam/learning_rate"
@@ -71,12 +75,7 @@ def test_it_goes_on_as_if_it_had_been_built(strategy, folder, shard, built_by):
 @pytest.mark.parametrize("read", ["before", "after", "in a replica"])
 def test_iterations_are_there_before_the_first_step(strategy, folder, read):
     """As in Keras, where the constructor makes them."""
-    checkpoint, *rest = parts(strategy)
-    for _ in range(3):
-        step(strategy, *rest)
-    checkpoint.save(folder / "c")
-    expected = step(strategy, *rest)
-
+    expected = saved(strategy, folder / "c", steps=3)
     with strategy.scope():
         checkpoint, optimizer, v, w = parts(strategy)
     if read == "before":
@@ -93,10 +92,7 @@ def test_iterations_are_there_before_the_first_step(strategy, folder, read):
 
 
 def test_what_is_assigned_after_a_restore_stays(strategy, folder):
-    checkpoint, *rest = parts(strategy)
-    step(strategy, *rest)
-    checkpoint.save(folder / "c")
-
+    saved(strategy, folder / "c")
     with strategy.scope():
         checkpoint, optimizer, v, w = parts(strategy)
     checkpoint.restore(folder / "c")
@@ -198,10 +194,7 @@ def test_managers_restore_it_too(strategy, folder):
 
 
 def test_what_does_not_match_is_an_error_when_it_is_built(strategy, folder):
-    checkpoint, *rest = parts(strategy)
-    step(strategy, *rest)
-    checkpoint.save(folder / "c")
-
+    saved(strategy, folder / "c")
     checkpoint, optimizer, v, w = parts(strategy)
     checkpoint.restore(folder / "c")
     for message in raises_everywhere(
@@ -262,10 +255,7 @@ def test_it_is_saved_before_it_is_built(strategy, folder, scope, shard, built):
 @pytest.mark.parametrize("shard", [False, True])
 def test_what_waits_to_be_restored_is_saved(strategy, folder, shard):
     """TensorFlow loses it: a finished run that is started again, and saves."""
-    checkpoint, *rest = parts(strategy, shard_state=shard)
-    step(strategy, *rest)
-    checkpoint.save(folder / "c")
-    expected = step(strategy, *rest)
+    expected = saved(strategy, folder / "c", shard_state=shard)
     for wait in (True, False):
         with strategy.scope():
             checkpoint, optimizer, *rest = parts(strategy, shard_state=shard)

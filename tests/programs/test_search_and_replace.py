@@ -90,39 +90,6 @@ w.assign_add(100.0)
 assert max(history) < 50.0  # copies, as in TensorFlow
 """
 
-MERGE_CALL = """
-import tensorflow as tf
-
-strategy = tf.distribute.experimental.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    v = tf.Variable([1.0, 2.0], dtype=tf.float32)
-cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-
-
-@tf.function(jit_compile=True)
-def replica_fn():
-    context = tf.distribute.get_replica_context()
-
-    def merge_fn(distribution, value):
-        total = distribution.extended.reduce_to("SUM", value, destinations=v)
-        distribution.extended.update(v, lambda v, t: v.assign_add(t), args=(total,))
-        return total
-
-    one = np.ones(2, np.float32)
-    total = tf.__internal__.distribute.interim.maybe_merge_call(
-        lambda distribution: merge_fn(distribution, one), strategy
-    ) if False else context.merge_call(merge_fn, args=(one,))
-    return context.all_reduce(tf.distribute.ReduceOp.MEAN, total)
-
-
-result = strategy.run(replica_fn)
-for local in strategy.experimental_local_results(result):
-    print("total", local.numpy().tolist())
-print("v", v.numpy().tolist(), v.dtype == tf.float32)
-print("sum", strategy.reduce("SUM", strategy.run(lambda: 1.0), axis=None).numpy())
-"""
-
-
 COPIES = """
 import tensorflow as tf
 
@@ -161,18 +128,6 @@ def test_a_custom_training_loop(tmp_path, n):
         seen = 16 * (epoch + 1)
         lines.append(f"Epoch {epoch}, loss {losses / 4:.6f}, w {w:.6f}, seen {seen}")
     lines += ["end of the data", str(round(w, 6))]
-    assert sorted(done.stdout.splitlines()) == sorted(lines * n)
-
-
-def test_library_code_with_a_merge_call(tmp_path):
-    n = 2
-    done = run_ranks(n, [str(ported(MERGE_CALL, tmp_path))], timeout=100)
-    assert done.returncode == 0, done.stderr
-    lines = [
-        f"total [{n}.0, {n}.0]",
-        f"v [{1 + n}.0, {2 + n}.0] True",
-        f"sum {n}.0",
-    ]
     assert sorted(done.stdout.splitlines()) == sorted(lines * n)
 
 

@@ -1,6 +1,7 @@
 """mpidist.jax: two ranks do what one does with all rows, on JAX's own functions."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -252,49 +253,25 @@ def test_variables_are_pytrees_of_one_array(strategy, jax, mj):
 
 
 def test_errors(strategy, rank, jax, mj):
-    s = {"strategy": strategy}
     ones = jax.numpy.ones(3)
     bad = rank == 1  # on this rank alone
+    reduce = functools.partial(mj.all_reduce, strategy=strategy)
+    step = mj.value_and_grad(lambda y: y.sum(), strategy=strategy)
+    differ = mpidist.CollectiveMismatchError
     for kind, message, call in [
         (RuntimeError, "no strategy is active", lambda: mj.all_reduce(ones)),
-        (
-            ValueError,
-            "expected one of",
-            lambda: mj.all_reduce(ones, "BAD" if bad else "SUM", **s),
-        ),
-        (
-            TypeError,
-            "JAX tracer",
-            lambda: jax.jit(lambda x: mj.all_reduce(x, **s))(ones),
-        ),
-        (
-            TypeError,
-            "JAX tracer",
-            lambda: jax.grad(lambda x: mj.value_and_grad(lambda y: y.sum(), **s)(x)[0])(
-                ones
-            ),
-        ),
-        (
-            TypeError,
-            "got 'text'",
-            lambda: mj.all_reduce(["text" if bad else ones], **s),
-        ),
-        (ValueError, "from 0 to 1, got 5", lambda: mj.broadcast(ones, 5, **s)),
+        (ValueError, "expected one of", lambda: reduce(ones, "BAD" if bad else "SUM")),
+        (TypeError, "JAX tracer", lambda: jax.jit(reduce)(ones)),
+        (TypeError, "JAX tracer", lambda: jax.grad(lambda x: step(x)[0])(ones)),
+        (TypeError, "got 'text'", lambda: reduce(["text" if bad else ones])),
+        (ValueError, "0 to 1, got 5", lambda: mj.broadcast(ones, 5, strategy=strategy)),
         (TypeError, "to be a function", lambda: mj.value_and_grad(3)),
-        (
-            mpidist.CollectiveMismatchError,
-            "float32 (2,)",
-            lambda: mj.all_reduce({"a": ones[: 2 + rank]}, **s),
-        ),
-        (
-            mpidist.CollectiveMismatchError,
-            "['b']",
-            lambda: mj.all_reduce({"b" if bad else "a": ones}, **s),
-        ),
+        (differ, "float32 (2,)", lambda: reduce({"a": ones[: 2 + rank]})),
+        (differ, "['b']", lambda: reduce({"b" if bad else "a": ones})),
     ]:
         for text in raises_everywhere(kind, call):
             assert message in text
-    assert mj.all_reduce(ones, strategy=strategy).tolist() == [1, 1, 1]
+    assert reduce(ones).tolist() == [1, 1, 1]
 
 
 def test_the_keyword_of_horovod(strategy, rank, jax, mj):

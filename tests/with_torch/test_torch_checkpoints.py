@@ -281,36 +281,3 @@ def test_what_cannot_be_saved_is_refused_when_the_checkpoint_is_made(torch):
             mpidist.Checkpoint(model=model)
         with pytest.raises(kind, match=text):
             mpidist.elastic.State(model=model)
-
-
-def test_a_manager_and_the_preemption_handler(strategy, folder, torch, rank):
-    model = torch_linear(torch, 2, 0.0)
-    told = []
-
-    def step():
-        with torch.no_grad():
-            model.weight.add_(1.0)
-
-    def new_handler():
-        return mpidist.experimental.PreemptionCheckpointHandler(
-            None,
-            mpidist.Checkpoint(model=model),
-            folder,
-            mpidist.experimental.TerminationConfig(
-                termination_watcher_fn=lambda: bool(told) and rank == 1,
-                exit_fn=lambda: None,
-            ),
-        )
-
-    with strategy.scope():
-        handler = new_handler()
-        for _ in range(3):
-            handler.run(step)
-        told.append(1)
-        handler.save_checkpoint_if_preempted()
-        told.clear()
-        with torch.no_grad():
-            model.weight.zero_()
-        handler = new_handler()
-    assert handler.total_run_calls == 3
-    assert model.weight.tolist() == [[3, 3], [3, 3]]

@@ -1,6 +1,7 @@
 """mpidist.torch: two ranks do what one does with all rows, on torch's own functions."""
 
 import copy
+import functools
 import os
 import pickle
 
@@ -442,67 +443,38 @@ def test_wrong_arguments(strategy, rank, torch, mt):
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     mt.broadcast_parameters(embedding, strategy=strategy)
     embedding(torch.tensor([1])).sum().backward()
+    reduce = functools.partial(mt.all_reduce_gradients, strategy=strategy)
+    broadcast = functools.partial(mt.broadcast_parameters, strategy=strategy)
+    wrap = functools.partial(mt.DistributedOptimizer, strategy=strategy)
+    share_state = functools.partial(mt.broadcast_optimizer_state, strategy=strategy)
+    two_passes = wrap(sgd, backward_passes_per_step=2)
 
-    def wrapper(*args, **kwargs):
-        return mt.DistributedOptimizer(*args, **kwargs)
+    def merge():
+        context = mpidist.get_replica_context()
+        context.merge_call(lambda _: mt.all_reduce_gradients(model))
 
-    def closure():
-        return x.sum()
-
-    s = {"strategy": strategy}
     bad = rank == 1  # on this rank alone
+    an_optimizer = "a `torch.optim.Optimizer`"
+    sparse = "gradient of 'weight': got a sparse one; write `torch.nn.Embedding"
     for kind, message, call in [
-        (
-            TypeError,
-            "module.parameters()",
-            lambda: mt.all_reduce_gradients(x if bad else model, **s),
-        ),
-        (
-            ValueError,
-            "MEAN or SUM",
-            lambda: mt.all_reduce_gradients(model, "MAX" if bad else "SUM", **s),
-        ),
-        (ValueError, "no parameter requires", lambda: mt.all_reduce_gradients([], **s)),
-        (
-            TypeError,
-            "gradient of 'weight': got a sparse one; write `torch.nn.Embedding",
-            lambda: mt.all_reduce_gradients(embedding, **s),
-        ),
-        (
-            ValueError,
-            "from 0 to 1, got 2",
-            lambda: mt.broadcast_parameters(model, 2 if bad else 0, **s),
-        ),
-        (TypeError, "to be an int", lambda: mt.broadcast_parameters(model, "0", **s)),
-        (
-            TypeError,
-            "a dict of tensors by name",
-            lambda: mt.broadcast_parameters([x], **s),
-        ),
+        (TypeError, "module.parameters()", lambda: reduce(x if bad else model)),
+        (ValueError, "MEAN or SUM", lambda: reduce(model, "MAX" if bad else "SUM")),
+        (ValueError, "no parameter requires", lambda: reduce([])),
+        (TypeError, sparse, lambda: reduce(embedding)),
+        (ValueError, "from 0 to 1, got 2", lambda: broadcast(model, 2 if bad else 0)),
+        (TypeError, "to be an int", lambda: broadcast(model, "0")),
+        (TypeError, "a dict of tensors by name", lambda: broadcast([x])),
         (RuntimeError, "no strategy is active", lambda: mt.all_reduce_gradients(model)),
-        (
-            RuntimeError,
-            "inside merge_fn",
-            lambda: strategy.run(
-                lambda: mpidist.get_replica_context().merge_call(
-                    lambda _: mt.all_reduce_gradients(model)
-                )
-            ),
-        ),
-        (TypeError, "a `torch.optim.Optimizer`", lambda: wrapper(model)),
-        (TypeError, "already", lambda: wrapper(wrapper(sgd))),
-        (ValueError, "1 or more", lambda: wrapper(sgd, backward_passes_per_step=0)),
-        (ValueError, "greater than 0", lambda: wrapper(sgd, max_norm=0)),
-        (
-            ValueError,
-            "accumulate inside",
-            lambda: wrapper(sgd, backward_passes_per_step=2, **s).step(closure),
-        ),
-        (
-            TypeError,
-            "a `torch.optim.Optimizer`",
-            lambda: mt.broadcast_optimizer_state(model, **s),
-        ),
+        (RuntimeError, "inside merge_fn", lambda: strategy.run(merge)),
+        (TypeError, an_optimizer, lambda: wrap(model)),
+        (TypeError, "already", lambda: wrap(wrap(sgd))),
+        (ValueError, "1 or more", lambda: wrap(sgd, backward_passes_per_step=0)),
+        (ValueError, "greater than 0", lambda: wrap(sgd, max_norm=0)),
+        (TypeError, "overlap", lambda: wrap(sgd, overlap="yes")),
+        (ValueError, "accumulate inside", lambda: two_passes.step(x.sum)),
+        (TypeError, an_optimizer, lambda: share_state(model)),
+        (TypeError, "cannot be pickled", lambda: copy.deepcopy(wrap(sgd))),
+        (TypeError, "`optimizer.state_dict()`", lambda: pickle.dumps(wrap(sgd))),
     ]:
         for text in raises_everywhere(kind, call):
             assert message in text
@@ -696,14 +668,6 @@ def test_the_dtypes_of_a_state(strategy, rank, torch, mt, tmp_path, kind, dtype)
     step(q, restored, 3)
     assert text(restored) == text(optimizer)
     assert torch.equal(p, q)
-
-
-def test_an_optimizer_is_not_copied(strategy, torch, mt):
-    optimizer = torch.optim.SGD(make_model(torch).parameters())
-    wrapped = mt.DistributedOptimizer(optimizer, strategy=strategy)
-    for call in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"cannot be pickled.*state_dict\(\)"):
-            call(wrapped)
 
 
 def test_a_loss_of_no_rows_has_a_gradient(strategy, torch, mt):

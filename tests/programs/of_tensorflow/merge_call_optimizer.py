@@ -22,6 +22,10 @@ class MomentumOptimizer:
     def apply_gradients(self, grads_and_vars, name=None):
         grads_and_vars = tuple((g, v) for g, v in grads_and_vars if g is not None)
         context = tf.distribute.get_replica_context()
+        if context is None:
+            return tf.__internal__.distribute.interim.maybe_merge_call(
+                self._distributed_apply, tf.distribute.get_strategy(), grads_and_vars
+            )
         return context.merge_call(
             self._distributed_apply, args=(grads_and_vars,), kwargs={"name": name}
         )
@@ -62,7 +66,7 @@ with strategy.scope():
     optimizer.create_slots([a, b])
 
 
-@tf.function
+@tf.function(jit_compile=True)
 def replica_fn():
     i = tf.distribute.get_replica_context().replica_id_in_sync_group
     gradients = [tf.ones([2]) * (i + 1.0), None]
