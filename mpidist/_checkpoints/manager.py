@@ -1,8 +1,9 @@
-"""CheckpointManager: keeps a number of checkpoints in a directory."""
+"""CheckpointManager: keeps a number of checkpoints in a directory, and finds them."""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
 import warnings
@@ -89,7 +90,8 @@ class CheckpointManager:
             checkpoint,
             "write `CheckpointManager(mpidist.Checkpoint(weights=weights), directory)`",
         )
-        call = objects_of(checkpoint).call("CheckpointManager")
+        self._objects = objects_of(checkpoint)
+        call = self._objects.call("CheckpointManager")
         call.wait_for_save()
         with call.guard.checking(call.name):
             _check_arguments(
@@ -168,7 +170,7 @@ class CheckpointManager:
         """Wait for a save with ``wait=False``. Collective; as `Checkpoint.wait`."""
         self._checkpoint.wait()
 
-    @tells("CheckpointManager.save", lambda self: objects_of(self.checkpoint).group)
+    @tells("CheckpointManager.save", operator.attrgetter("_objects.group"))
     @explain_keywords("CheckpointManager.save")
     def save(
         self,
@@ -201,7 +203,7 @@ class CheckpointManager:
             OSError: as for `Checkpoint.save`; also its other errors.
         """
         name = "CheckpointManager.save"
-        call = objects_of(self._checkpoint).call(name)
+        call = self._objects.call(name)
         step = call.attempt(self._step)
         if step is not None:
             last = self._saved_step
@@ -242,7 +244,7 @@ class CheckpointManager:
                 self._entries = [*kept, _Entry(saved_at, number, path)]
                 self._highest = max(self._highest, number)
 
-        saved = objects_of(self._checkpoint).save(
+        saved = self._objects.save(
             path,
             self._format,
             name,
@@ -254,7 +256,7 @@ class CheckpointManager:
         self._saved_step = step
         return saved
 
-    @tells("restore_or_initialize", lambda self: objects_of(self.checkpoint).group)
+    @tells("restore_or_initialize", operator.attrgetter("_objects.group"))
     def restore_or_initialize(self) -> str | None:
         """Restore the newest complete checkpoint, if there is one. Collective.
 
@@ -268,17 +270,16 @@ class CheckpointManager:
             CheckpointError: if it does not match the objects.
         """
         name = "CheckpointManager.restore_or_initialize"
-        objects = objects_of(self._checkpoint)
-        objects.call(name).wait_for_save()
+        self._objects.call(name).wait_for_save()
         while self._entries:
             path = self._entries[-1].path
             try:
-                restore = objects.read(path, False, name)
+                restore = self._objects.read(path, False, name)
             except (CheckpointError, FileNotFoundError) as error:
                 if isinstance(error, CheckpointError) and not error.damaged:
                     raise
-                text = str(error)
-                objects.call(name).on_rank_0(lambda: _warn(path, text))  # noqa: B023
+                text, call = str(error), self._objects.call(name)
+                call.on_rank_0(lambda: _warn(path, text))  # noqa: B023
                 self._entries.pop()
             else:
                 assert restore is not None
@@ -365,6 +366,31 @@ def latest_checkpoint(
         return directory
     entries, _ = _scan(directory, checkpoint_name)
     return entries[-1].path if entries else None
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
+    """Open a checkpoint to read its arrays, without MPI. Not collective.
+
+    Args:
+        path: the path of the directory; or of one with checkpoints, such as that of a
+            `CheckpointManager`, for the newest of them.
+
+    Returns:
+        A mapping of names to NumPy arrays; ``dict(load_checkpoint(path))`` reads all.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointError: if it is damaged.
+        TypeError: if ``path`` is no path.
+    """
+    expect(
+        isinstance(path, (str, os.PathLike)),
+        "load_checkpoint",
+        "`path` to be the path of a checkpoint",
+        path,
+        "where `latest_checkpoint` returns None there is no checkpoint yet",
+    )
+    return CheckpointReader(latest_checkpoint(path) or path)
 
 
 def _delete(path: str, call: str) -> None:

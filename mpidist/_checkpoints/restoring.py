@@ -80,34 +80,7 @@ def problem_of(item: Item, reader: CheckpointReader) -> str:
 # --- which state each rank gets -----------------------------------------------------
 
 
-def choose(
-    call: CollectiveCall,
-    items: Mapping[str, Item],
-    states: Values,
-    arrays: Mapping[str, HostArray],
-    apart: Collection[str],
-) -> list[tuple[StateItem, State]]:
-    """Return what this rank's objects are to be set to; the arguments are as for `put`.
-
-    Raises:
-        CheckpointError: if states do not fit the objects of this rank, or this number
-            of replicas.
-    """
-    chosen = []
-    wrong: list[str] = []
-    for name, values in states.items():
-        item = items[name]
-        assert isinstance(item, StateItem)
-        state = _choose_state(call, item, values, arrays, name in apart)
-        chosen.append((item, state))
-        if problem := item.misfit(state):
-            wrong.append(problem)
-    if wrong:
-        raise unfit(call, "", wrong)
-    return chosen
-
-
-def _choose_state(
+def _choose(
     call: CollectiveCall,
     item: StateItem,
     values: list[Json],
@@ -120,6 +93,9 @@ def _choose_state(
     replica i gets the i-th value. Additional generators get a new stream: that of the
     `numpy.random.SeedSequence` whose entropy is the SHA-256 of all saved states, and
     whose ``spawn_key`` is ``(rank,)``, as `SeedSequence.spawn` makes them.
+
+    Raises:
+        CheckpointError: if it does not fit this number of replicas.
     """
     count, rank, size = len(values), call.rank, call.size
     unpack = functools.partial(
@@ -223,7 +199,15 @@ def put(
             kept.append(
                 {name[start:]: arrays.pop(name) for name in item.names_in([*arrays])}
             )
-        return values, choose(call, items, states, arrays, apart)
+        chosen: list[tuple[StateItem, State]] = []
+        for name, own in states.items():
+            owner = items[name]
+            assert isinstance(owner, StateItem)
+            chosen.append((owner, _choose(call, owner, own, arrays, name in apart)))
+        wrong = [owner.misfit(state) for owner, state in chosen]
+        if any(wrong):  # on this replica
+            raise unfit(call, "", [*filter(None, wrong)])
+        return values, chosen
 
     values, chosen = call.together(prepare)
     arrays.clear()

@@ -157,3 +157,11 @@ def test_an_optimizer_may_make_its_variables_later(tmp_path):
     optimizer.made = [mpidist.Variable(3.0, name="slot")]
     checkpoint.save(tmp_path / "a")
     assert list(mpidist.load_checkpoint(tmp_path / "a")) == ["optimizer/slot"]
+
+
+def test_the_state_of_another_object_is_none_of_an_optimizer(tmp_path):
+    """It was taken for that of one without variables yet, which got nothing."""
+    path = mpidist.Checkpoint(optimizer=Iterator()).save(tmp_path / "a")
+    checkpoint = mpidist.Checkpoint(optimizer=mpidist.optimizers.SGD(0.1))
+    with pytest.raises(mpidist.CheckpointError, match=r"missing in .*: 'optimizer'"):
+        checkpoint.restore(path)
