@@ -35,6 +35,7 @@ from replicas import (
 )
 
 import mpidist
+from mpidist._base.errors import damaged_checkpoint
 from mpidist._checkpoints import storage
 from mpidist._strategy.strategy import group_of
 from mpidist._values.variable import array_of
@@ -302,27 +303,40 @@ def test_what_does_not_fit_changes_nothing(strategy, folder, rank):
 
 
 @core_on_ranks
-def test_a_state_that_one_rank_refuses_changes_nothing(strategy, folder, rank, size):
+@pytest.mark.parametrize(
+    "error",
+    # The others, taken for a missing or damaged checkpoint, would begin anew.
+    [
+        ValueError("an error of the user"),
+        FileNotFoundError("a file of the user"),
+        damaged_checkpoint("a checkpoint of the user"),
+    ],
+    ids=["refused", "missing", "damaged"],
+)
+def test_a_state_that_one_rank_refuses_changes_nothing(
+    strategy, folder, rank, size, error
+):
     w = variable(strategy, 1.0)
     first, second, rng = Iterator(1), Iterator(2), np.random.default_rng(rank)
     checkpoint = mpidist.Checkpoint(w=w, a=first, b=second, aa=rng)
-    checkpoint.save(folder / "a")
+    manager = mpidist.CheckpointManager(checkpoint, folder)
+    path = manager.save()
     w.assign(5.0)
     first.position, second.position = 7, 8
     before = rng.bit_generator.state
 
     def refuse(state):
         if rank == size - 1 and state["position"] == 2:
-            raise ValueError(f"rank {rank} does not like {state}")
+            raise error
         second.position = state["position"]
 
     second.restore = refuse
-    with pytest.raises(ValueError, match=rf"rank {size - 1} does not like"):
-        checkpoint.restore(folder / "a")
+    with pytest.raises(type(error), match="of the user"):
+        manager.restore_or_initialize()
     assert (w.numpy(), first.position, second.position) == (5.0, 7, 8)
     assert rng.bit_generator.state == before
     del second.restore
-    checkpoint.restore(folder / "a")
+    assert manager.restore_or_initialize() == path
     assert (w.numpy(), first.position, second.position) == (1.0, 1, 2)
 
 
@@ -558,6 +572,15 @@ def test_the_path_of_rank_0_is_used(strategy, folder, rank, size):
     for other in (3, None) if size > 1 else ():
         with pytest.raises(TypeError, match="expected a path"):
             checkpoint.save(mine if rank == 0 else other)
+    parent = folder / ("run" if rank == 0 else f"run-{rank}")
+    manager = mpidist.CheckpointManager(checkpoint, parent, max_to_keep=1)
+    assert manager.directory == str(parent)
+    for _ in range(2):
+        manager.save()
+        if rank != 0:  # as TensorFlow's tutorial cleans up
+            assert os.listdir(parent) == []
+            shutil.rmtree(parent)
+    assert manager.latest_checkpoint == str(everywhere(folder)[0] / "run" / "ckpt-2")
 
 
 @on_ranks
@@ -658,6 +681,7 @@ def test_without_mpi(tmp_path):
 import sys, random
 import numpy as np
 import mpidist
+from mpidist._base.errors import damaged_checkpoint
 from mpidist._checkpoints import storage
 
 v, rng, dice = mpidist.Variable([1.0, 2.0]), np.random.default_rng(0), random.Random(0)

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
+import shutil
 
 import pytest
 from checkpoint_objects import assert_same_bits
-from launching import (
-    JOB_MARK,
-    LAUNCHER_FAULT,
-    ROOT,
-    find_mpirun,
-    kill_marked,
-    rank_environment,
-    run_python,
-    run_ranks,
-)
+from launching import ROOT, run_python, run_ranks
 from replicas import slow
 
 import mpidist
@@ -111,81 +97,27 @@ def test_killed_before_every_system_call_of_a_save(tmp_path, how):
     assert set(outcomes) == ({0, 2} if how == "new" else {1, 2})
 
 
-def kill_when(argv, output, ready):
-    """Start 2 ranks, and kill all processes of the job once ``ready()`` is true."""
-    mark = f"job-{os.getpid()}-{output.name}"
-    environment = rank_environment()
-    environment[JOB_MARK] = f"{environment.get(JOB_MARK, '')} {mark}"
-    command = [find_mpirun(), "-n", "2", sys.executable, *map(os.fspath, argv)]
-    deadline = time.monotonic() + 60
-    started = False
-    while not started:
-        with open(output, "wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                cwd=output.parent,
-                env=environment,
-                start_new_session=True,
-            )
-        try:
-            while not (started := ready()):
-                if process.poll() is not None:
-                    assert LAUNCHER_FAULT in output.read_text(), output.read_text()
-                    break
-                assert time.monotonic() < deadline, output.read_text()
-                time.sleep(0.002)
-        finally:
-            with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGKILL)
-            kill_marked(mark)
-            process.wait()
-
-
-# The script, but it waits for its kill at the last but one epoch at the latest.
-WAITING = """
-import os, runpy, sys, time
-import mpidist
-
-def save(self, number):
-    path = real(self, number)
-    while number == EPOCHS - 1:
-        time.sleep(1)
-    return path
-
-real, mpidist.CheckpointManager.save = mpidist.CheckpointManager.save, save
-sys.argv.pop(0)
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @slow
-def test_training_goes_on_after_a_kill(tmp_path):
+def test_training_goes_on_from_what_a_killed_job_has_left(tmp_path):
     pytest.importorskip("sklearn")
     script = ROOT / "examples" / "train_digits.py"
     epochs = 4
-    arguments = ["--epochs", str(epochs), "--batch-size", "100", "--checkpoint"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
-    def train(*rest):
-        argv = [script, *arguments, *rest]
+    def train(folder, *rest):
+        argv = [script, "--epochs", str(epochs), "--batch-size", "100", *rest]
+        argv += ["--checkpoint", folder, "--losses", f"{folder.name}.json"]
         result = run_ranks(2, argv, timeout=100, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         return result.stderr
 
-    train(whole, "--losses", "whole.json")
-    waiting = WAITING.replace("EPOCHS", str(epochs))
-    kill_when(
-        ["-c", waiting, script, *arguments, killed],
-        tmp_path / "output",
-        lambda: any((killed / f"ckpt-{n}").exists() for n in range(2, epochs)),
-    )
-    assert not (killed / f"ckpt-{epochs}").exists()
-    log = train(killed, "--resume", "--losses", "killed.json")
-    assert f"epoch 1 of {epochs}" not in log
+    train(whole)
+    shutil.copytree(whole, killed)
+    for number in (epochs - 1, epochs):
+        shutil.rmtree(killed / f"ckpt-{number}")
+    (killed / f".ckpt-{epochs - 1}.tmp-0a1b2c3d").mkdir()
+    log = train(killed, "--resume")
+    assert f"epoch {epochs - 2} of {epochs}" not in log
     assert f"epoch {epochs} of {epochs}" in log
     ends = [mpidist.load_checkpoint(p / f"ckpt-{epochs}") for p in (whole, killed)]
     assert len(ends[0]) >= 8  # 4 tensors of the model, and as many of the optimizer

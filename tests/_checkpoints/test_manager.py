@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from checkpoint_objects import (
-    Iterator,
     checkpoint_of,
     expected_warnings,
     flip_in_array,
@@ -19,13 +17,11 @@ from checkpoint_objects import (
 from replicas import (
     core_by_mpi,
     core_on_ranks,
-    everywhere,
     on_ranks,
     raises_everywhere,
 )
 
 import mpidist
-from mpidist._base.errors import damaged_checkpoint
 from mpidist._checkpoints import new_checkpoints
 
 
@@ -131,35 +127,6 @@ def test_what_killed_jobs_have_left_is_deleted_before_a_save(
 
 
 @on_ranks
-def test_a_directory_of_each_rank_as_in_tensorflows_tutorial(strategy, folder, rank):
-    """Ranks other than the chief write elsewhere, and clean up."""
-    v = variable(strategy, 1.0)
-    checkpoint = mpidist.Checkpoint(v=v)
-    parent = folder if rank == 0 else folder / f"workertemp_{rank}"
-    parent.mkdir(exist_ok=True)
-    manager = mpidist.CheckpointManager(checkpoint, parent / "ckpt", max_to_keep=1)
-    assert Path(manager.directory) == parent / "ckpt"
-    for _ in range(2):
-        v.assign_add(1.0)
-        manager.save()
-        if rank != 0:
-            assert os.listdir(parent / "ckpt") == []
-            shutil.rmtree(manager.directory)
-    assert len({*everywhere(manager.latest_checkpoint)}) == 1
-    if rank != 0:
-        shutil.rmtree(parent)
-    v.assign(0.0)
-    latest = everywhere(mpidist.latest_checkpoint(folder / "ckpt"))[0]
-    assert latest == manager.latest_checkpoint
-    checkpoint.restore(latest)
-    assert v.numpy() == 3.0
-    everywhere(0)
-    if rank == 0:
-        assert os.listdir(folder) == ["ckpt"]
-        assert os.listdir(folder / "ckpt") == ["ckpt-2"]
-
-
-@on_ranks
 def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeypatch):
     monkeypatch.setattr(new_checkpoints, "_POLL_SECONDS", 0.01)
     checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
@@ -231,33 +198,6 @@ def test_arguments_of_the_manager(tmp_path):
         manager.save(1.5)
     with pytest.raises(ValueError, match="0 or more"):
         manager.save(-1)
-
-
-@core_on_ranks
-@pytest.mark.parametrize("kind", ["missing", "damaged"])
-def test_what_a_restore_of_the_users_raises_is_no_damage(
-    strategy, folder, rank, size, kind
-):
-    # Taken for a checkpoint that is not there, it would start the training anew.
-    error = FileNotFoundError("a file of the user")
-    if kind == "damaged":
-        error = damaged_checkpoint("a checkpoint of the user")
-
-    def restore(state):
-        if rank == size - 1:
-            raise error
-
-    other = Iterator()
-    other.restore = restore
-    step = variable(strategy, 1)
-    checkpoint = mpidist.Checkpoint(step=step, other=other)
-    manager = mpidist.CheckpointManager(checkpoint, folder)
-    path = manager.save()
-    step.assign(2)
-    with pytest.raises(type(error), match="of the user"):
-        manager.restore_or_initialize()
-    assert manager.latest_checkpoint == path
-    assert step.numpy() == 2
 
 
 @pytest.mark.mpi

@@ -49,6 +49,7 @@ class Settings:
         directory: see `elastic.State`.
         leave_after: the step after which the program raises on all ranks, unless it has
             restored a checkpoint; 0: never.
+        leave_killed: whether all are killed there instead.
         kill_as_spare: the rank that is killed while it waits; -1: none.
         keeps_objects: whether the program uses a variable of its first strategy again.
     """
@@ -64,6 +65,7 @@ class Settings:
     spares: int = 0
     directory: str | None = None
     leave_after: int = 0
+    leave_killed: bool = False
     kill_as_spare: int = -1
     keeps_objects: bool = False
 
@@ -159,6 +161,8 @@ class Program:
                     if self.calls == 1 and state.step == 1:
                         arm(self.settings, "step")
                     if state.step == self.settings.leave_after and begins:
+                        if self.settings.leave_killed:
+                            kill()
                         raise KeyError("as it was asked to")
                 state.epoch = epoch + 1
                 state.commit()

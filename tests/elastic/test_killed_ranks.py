@@ -111,8 +111,10 @@ def test_without_fault_tolerance_it_is_an_ordinary_run():
 
 
 @pytest.mark.core
-def test_a_job_that_failed_is_started_again_from_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_job_that_failed_is_started_again_from_its_checkpoint(tmp_path, killed):
     settings = {"directory": str(tmp_path / "run"), "leave_after": 7}
+    settings["leave_killed"] = killed
     command = [sys.executable, "-m", "mpidist", "run", "--restarts", "2", "-n", "2"]
     done = launching.run_command([*command, PROGRAM, json.dumps(settings)], SECONDS)
     assert done.returncode == 0, done.stderr
