@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from mpidist._agreement.mismatch import Call
@@ -85,6 +85,8 @@ def _gather(
         value, sums = packed[item.name].value, packed[item.name].checksums
         own.append((value, sums, set(filter(item.shared, sums))))
     rows = [pickle.loads(x) for x in call.comm.all_gather_objects(pickle.dumps(own))]
+    # The same on all ranks: of states that do not differ they have the same arrays.
+    taken = {*arrays, *(name for row in rows for _, sums, _ in row for name in sums)}
     sent: list[str] = []
     for i, item in enumerate(items):
         all_sums = [row[i][1] for row in rows]
@@ -103,7 +105,7 @@ def _gather(
         for rank, row in enumerate(rows):  # with the names of arrays unlike rank 0's
             value, sums, _ = row[i]
             differing = [x for x in sums if sums[x] != all_sums[0].get(x)]
-            names = {name: _on_rank(name, rank) for name in differing}
+            names = {name: _on_rank(name, rank, taken) for name in differing}
             values[item.name].append(state_json.renamed(value, names))
 
     def dump() -> bytes:
@@ -113,11 +115,17 @@ def _gather(
     data = call.together(dump)
     for rank, part in enumerate(call.comm.all_gather_objects(data)):
         others: dict[str, HostArray] = pickle.loads(part)
-        arrays |= {_on_rank(array, rank): x for array, x in others.items()}
+        arrays |= {_on_rank(name, rank, taken): x for name, x in others.items()}
 
 
-def _on_rank(array: str, rank: int) -> str:
-    return f"{array} (rank {rank})" if rank else array
+def _on_rank(array: str, rank: int, taken: Collection[str]) -> str:
+    """Return the name of an array of a rank, which no other array has."""
+    if rank == 0:
+        return array
+    name = f"{array} (rank {rank})"
+    while name in taken:
+        name += "'"
+    return name
 
 
 _OF_VARIABLES: Final = (

@@ -74,6 +74,20 @@ def test_states_come_back_as_they_were(tmp_path, file_format):
         assert np.signbit(found["list"][5])
 
 
+@on_ranks
+def test_an_array_with_the_name_of_that_of_another_rank(strategy, folder, rank, size):
+    """Rank 1's "a" replaced it in the file."""
+    it, got = Iterator(), []
+    it.state = lambda: {"a": own, "a (rank 1)": 10 + own}
+    it.restore = got.append
+    own = np.full(3000, float(rank))
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(it=it)
+        checkpoint.save(folder / "a")
+        checkpoint.restore(folder / "a")
+    assert [x.tolist() for x in got[0].values()] == [[rank] * 3000, [10 + rank] * 3000]
+
+
 def test_what_could_not_be_restored_is_not_saved(tmp_path, monkeypatch):
     it = Iterator()
     it.state = lambda: [1] * 1000
