@@ -19,6 +19,7 @@ from mpidist.data._rows import (
     RowBlock,
     as_leaf,
     block_of,
+    can_have,
     common_spec,
     join,
     longest_text,
@@ -134,20 +135,17 @@ class PaddedBatch(Batch):
     def _shapes(self, own: list[Any], structure: nest.Structure) -> list[_Shape]:
         if self.shapes is None:
             return [(None,) * len(shape) for shape in own]
-        shapes: dict[int, _Shape] = {}
-        numbers = structure.unflatten(range(len(own)))
+        arrays = structure.unflatten([None] * len(own))
         try:
-            map_like(
-                lambda number, sizes: shapes.update({number: _as_shape(sizes)}),
-                numbers,
-                self.shapes,
+            specs = map_like(
+                lambda _, sizes: ArraySpec(_as_shape(sizes)), arrays, self.shapes
             )
         except LookupError:
             raise TypeError(
                 f"{_PADDED}: expected `padded_shapes` to have a tuple of sizes for "
                 f"each array of an element, got {self.shapes!r}"
             ) from None
-        return [shapes[number] for number in range(len(own))]
+        return [spec.shape for spec in nest.flatten(specs)[0]]
 
     def _values(self, structure: nest.Structure, count: int) -> list[Any]:
         values, given = nest.flatten(self.values)
@@ -194,11 +192,12 @@ def _padded(column: tuple[Array, ...], shape: _Shape, value: Any) -> Array:
     longest = np.max([row.shape for row in column], axis=0, initial=0)
     both = zip(longest, shape, strict=True)
     target = [int(own) if size is None else size for own, size in both]
-    if any(own > size for own, size in zip(longest, target, strict=True)):
+    if any(map(operator.gt, longest, target)):
+        wrong = next(row for row in column if any(map(operator.gt, row.shape, target)))
         raise ValueError(
             f"{_PADDED}: expected arrays that fit into `padded_shapes` "
-            f"{tuple(target)}, got one of shape "
-            f"{max(tuple(row.shape) for row in column)}; cut them in a `map` before"
+            f"{tuple(target)}, got one of shape {tuple(wrong.shape)}; cut them in a "
+            "`map` before"
         )
     xp: Any = backend.module_of(column[0])
     dtype = xp.result_type(*column)
@@ -214,8 +213,8 @@ def _padding(value: Any, dtype: DType) -> Any:
     if value is None:
         return "" if dtype.kind == "U" else b"" if dtype.kind == "S" else 0
     given = np.asarray(as_leaf(value, _PADDED))
-    fits = given.shape == () and np.can_cast(given.dtype, dtype, "same_kind")
-    if not fits or (dtype.kind == "i" and given.astype(dtype) != given):
+    fits = given.shape == () and can_have(given, dtype)
+    if not fits or (dtype.kind in "iu" and given.astype(dtype) != given):
         raise TypeError(
             f"{_PADDED}: expected `padding_values` of one {dtype}, got {value!r}"
         )

@@ -593,8 +593,8 @@ class Dataset(metaclass=_Names):
         count = _as_count(
             "assert_cardinality", "expected_cardinality", expected_cardinality, least=-1
         )
-        count = INFINITE if count == INFINITE_CARDINALITY else count
         call = f"assert_cardinality({count})"
+        count = INFINITE if count == INFINITE_CARDINALITY else count
         return Dataset(stages.WithCardinality([self._stage], call, count))
 
     # --- elements -------------------------------------------------------------

@@ -20,7 +20,7 @@ import operator
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from mpidist._agreement.guard import Guard
@@ -400,34 +400,36 @@ class DistributedDataset:
 
     def _learn(self, own: bytes) -> None:
         """Tell all ranks what elements are like, by each `_dump_spec`. Collective."""
-        comm = self._group.communicator
-        with comm.traffic:
-            dumped = comm.all_gather_objects(own)
-        texts = self._adopt(dumped, describe)
+        texts = self._exchange(own, describe)
         if len(set(texts) - {None}) > 1:
             lines = by_value(texts, lambda text: text or "")
             raise CollectiveMismatchError(
                 on_rank(
-                    comm.rank,
+                    self._group.replica_id,
                     "the elements of the ranks' datasets differ in structure, dtype or "
                     f"number of dimensions:\n{lines}",
                 )
             )
 
-    def _adopt(
-        self, dumped: Sequence[bytes], text_of: Callable[[RowBlock], str]
+    def _exchange(
+        self, own: bytes, text_of: Callable[[RowBlock], str]
     ) -> list[str | None]:
-        """Keep empty arrays like this rank's elements, or another's; return texts.
+        """Return the texts of all ranks' elements; None for one without. Collective.
+
+        Keeps empty arrays like this rank's elements, or another's, if all are alike.
 
         Args:
-            dumped: the `_dump_spec` of each rank.
-            text_of: returns the text of a rank's elements; None for one without any.
+            own: the `_dump_spec` of this rank.
+            text_of: returns the text of a rank's elements.
         """
+        comm = self._group.communicator
+        with comm.traffic:
+            dumped = comm.all_gather_objects(own)
         found = [empty_of(pickle.loads(x)) if x else None for x in dumped]
         texts = [None if block is None else text_of(block) for block in found]
         if len(set(texts) - {None}) == 1:
             others = (block for block in found if block is not None)
-            self._empty = found[self._group.replica_id] or next(others)
+            self._empty = found[comm.rank] or next(others)
         return texts
 
     def _differing(self, what: str, piece: _Piece, own: bytes) -> tuple[str, bool]:
@@ -451,9 +453,7 @@ class DistributedDataset:
             texts = ["the input has ended" if n < 0 else f"{n} rows" for n in numbers]
             remedy = f"; {_OWN_INPUTS}"
         elif self._varies:
-            with comm.traffic:
-                dumped = comm.all_gather_objects(own)
-            kinds = self._adopt(dumped, describe_rows)
+            kinds = self._exchange(own, describe_rows)
             if len(set(kinds) - {None}) == 1:
                 return "", False
             lines = by_value([kind or "no rows" for kind in kinds])

@@ -361,6 +361,17 @@ def longest_text(dtype: DType, other: DType) -> DType:
     return max(dtype, other, key=lambda one: one.itemsize)
 
 
+def can_have(array: HostArray, dtype: DType) -> bool:
+    """Return whether an array may be converted: to its kind, or to unsigned numbers.
+
+    These must have all its values; signed ones are wrapped, as by NumPy.
+    """
+    if np.can_cast(array.dtype, dtype, "same_kind"):
+        return True
+    is_exact = array.dtype.kind == "i" and dtype.kind == "u"
+    return is_exact and bool((array.astype(dtype) == array).all())
+
+
 def name_of_dtype(dtype: DType) -> str:
     """Return its name, without the length of text, which may differ."""
     return {"U": "str", "S": "bytes"}.get(dtype.kind, dtype.name)

@@ -24,6 +24,7 @@ from mpidist.data._rows import (
     RowBlock,
     as_leaf,
     block_of,
+    can_have,
     exact_array,
     gather,
     lists_to_arrays,
@@ -167,7 +168,7 @@ def _as_declared(spec: ArraySpec, x: Nest) -> HostArray:
             f"{_GENERATOR}: the generator yielded {x!r:.80}, which is not an array of "
             f"{spec.dtype}: {error}"
         ) from error
-    if array.size and not np.can_cast(array.dtype, spec.dtype, "same_kind"):
+    if array.size and not can_have(array, spec.dtype):
         raise TypeError(
             f"{_GENERATOR}: expected elements of dtype {spec.dtype}, as in the "
             f"`output_signature`, but the generator yielded {array.dtype}: {x!r:.80}"

@@ -399,8 +399,9 @@ class WithCardinality(Via):
             yield token
             number += 1
         if number < self.count:
+            many = "endlessly many" if self.count >= INFINITE else self.count
             raise ValueError(
-                f"Dataset.assert_cardinality: expected {self.count} elements, but the "
+                f"Dataset.assert_cardinality: expected {many} elements, but the "
                 f"dataset ended after {number}"
             )
 

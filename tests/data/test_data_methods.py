@@ -185,6 +185,11 @@ def test_from_generator_converts_to_its_signature():
         assert first[1]["a"].dtype == np.float32
         assert second[0].tolist() == [4.0]
     assert ArraySpec((), INT, name="x") == ArraySpec((), INT)
+    bytes_of_ints = generated([1, 255], output_types=np.uint8)
+    assert [(x.dtype.name, x.tolist()) for x in bytes_of_ints] == [("uint8", [1, 255])]
+    for wrong in ([256], [-1], [1.5]):
+        with pytest.raises(TypeError, match="expected elements of dtype uint8"):
+            list(generated(wrong, output_types=np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +314,8 @@ def test_assert_cardinality():
         assert lists(of.assert_cardinality(right)) == lists(of)
         for count, message in (
             (less, f"has more than the {less}"),
-            (more, f"ended after {right}"),
+            (more, f"expected {more} elements, but .* ended after {right}"),
+            (-1, f"expected endlessly many elements, but .* ended after {right}"),
         ):
             with pytest.raises(ValueError, match=message):
                 list(of.assert_cardinality(count))
@@ -517,6 +523,19 @@ def test_what_padded_batch_refuses(arguments, error, message):
     rows = Dataset.range(1, 5).map(lambda x: np.full(x, x, np.int8))
     with pytest.raises(error, match=message):
         list(rows.padded_batch(4, *arguments))
+
+
+def test_padded_batch_of_unsigned_numbers_and_what_does_not_fit():
+    rows = Dataset.range(1, 3).map(lambda x: np.full(x, x, np.uint8))
+    (batch,) = rows.padded_batch(2, padding_values=255)
+    assert batch.dtype == np.uint8
+    assert batch.tolist() == [[1, 255], [2, 2]]
+    for value in (-1, 256, np.uint16(256)):
+        with pytest.raises(TypeError, match="`padding_values` of one uint8, got"):
+            list(rows.padded_batch(2, padding_values=value))
+    grids = generated(np.ones((1, 4)), np.ones((2, 1)))
+    with pytest.raises(ValueError, match=r"fit into .* \(2, 3\), got .* \(1, 4\)"):
+        list(grids.padded_batch(2, [2, 3]))
 
 
 def spec_of(shape, dtype=INT):
