@@ -174,7 +174,6 @@ class AsyncCalls:
         guard: of the strategy.
 
     Attributes:
-        unsettled: whether a call may still be in progress, or has failed.
         failure: what a call has raised, until the program raises it.
         has_warned: whether a handle that was dropped has warned.
         generation: counts up whenever handles become obsolete; only handles of the
@@ -186,14 +185,18 @@ class AsyncCalls:
         self._queue: queue.SimpleQueue[_AnyCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Weakly: the queue, then the thread, keep a call until it has ended.
-        self._last: Callable[[], _AnyCall | None] = lambda: None
+        self._last: weakref.ref[_AnyCall] | None = None  # since all were awaited
         self._awaited = False  # the program waits for a call, and computes nothing
         self._stop: BaseException | None = None
-        self.unsettled: bool = False
         self.failure: BaseException | None = None
         self.has_warned = False
         self.generation: int = 0
         weakref.finalize(self, self._queue.put, None).atexit = False
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a call may still be in progress, or has failed."""
+        return self._last is not None or self.failure is not None
 
     def begin(self, call: _AnyCall, *, at_once: bool) -> None:
         """Queue a call for the thread; or, ``at_once``, make it in this thread.
@@ -207,8 +210,7 @@ class AsyncCalls:
         if at_once:
             self._wait_for_last()
             call._run(at_once=True)
-            if self.failure is not None:
-                self._set_unsettled(True)
+            self._guard.update_blocked()
             return
         try:
             if self._thread is None:
@@ -223,16 +225,11 @@ class AsyncCalls:
                 self._thread = thread
                 self._set_awaited(False)
             self._last = weakref.ref(call)
-            self._set_unsettled(True)
+            self._guard.update_blocked()
             self._queue.put(call)
         except BaseException as error:  # of a signal; the thread may not have it
             call._end(error)
             raise
-
-    def _set_unsettled(self, unsettled: bool) -> None:
-        if self.unsettled is not unsettled:
-            self.unsettled = unsettled
-            self._guard.update_blocked()
 
     def is_own_thread(self) -> bool:
         """Return whether this thread makes the calls."""
@@ -259,8 +256,7 @@ class AsyncCalls:
             between.sleeper = 0 if awaited else thread.ident
 
     def _wait_for_last(self) -> None:
-        last = self._last()
-        if last is not None:
+        if self._last is not None and (last := self._last()) is not None:
             self.wait_for(last)
 
     def settle(self) -> None:
@@ -271,12 +267,11 @@ class AsyncCalls:
 
     def drain(self) -> BaseException | None:
         """Wait for all calls that were begun; return what one of them raised."""
-        if self.is_own_thread():
+        if self.is_own_thread() or not self.unsettled:
             return None
         self._wait_for_last()
-        self._last = lambda: None
-        self._set_unsettled(False)
-        failure, self.failure = self.failure, None
+        failure, self._last, self.failure = self.failure, None, None
+        self._guard.update_blocked()
         if failure is not None:
             self.generation += 1
         return failure
@@ -293,7 +288,7 @@ class AsyncCalls:
         Args:
             error: the exception, which is raised in the wait of the thread (`look`).
         """
-        last = self._last()
+        last = None if self._last is None else self._last()
         if last is None or last.done() or self.is_own_thread():
             return
         trace = error.__traceback__
@@ -302,7 +297,7 @@ class AsyncCalls:
         error.__traceback__ = trace
         if last.done():
             self._stop = None
-        self._last = lambda: None
+        self._last = None
         self.drain()
         self.silence_handles()
 

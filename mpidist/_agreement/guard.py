@@ -411,7 +411,8 @@ class Guard(CallState):
 
     def enter_section(self) -> None:
         """Enter a section."""
-        self.settle()
+        if self.blocked:
+            self.settle()
         self.sections.append(self.deserted)
 
     def leave_section(self) -> None:

@@ -14,9 +14,9 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from mpidist._base import reporting
 from mpidist._base.errors import (
@@ -30,6 +30,7 @@ from mpidist._base.errors import (
 )
 from mpidist._base.fingerprint import fingerprint as fingerprint
 
+_T = TypeVar("_T")
 _THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
 _LONGEST_SUMMARY: Final = 200
@@ -130,11 +131,8 @@ class Report:
 
 def describe_exception(error: BaseException) -> str:
     """Return the traceback of an exception, to be sent: not all of a very long text."""
-    try:
-        text = format_exception(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # its __str__ raises, whatever
+    text = _attempt(lambda: format_exception(error))
+    if text is None:  # its __str__ has raised
         return f"{type(error).__qualname__}, which cannot be printed\n"
     if len(text) <= _LONGEST_TRACE:
         return text
@@ -315,32 +313,30 @@ def _shorten(calls: list[str]) -> list[str]:
 
 def dump_exception(error: BaseException) -> bytes:
     """Pickle an exception; return b"" if it cannot be unpickled, or is too large."""
-    try:
-        data = pickle.dumps(error)
-        if len(data) > _LARGEST_EXCEPTION:
-            return b""
-        pickle.loads(data)  # some can be pickled, but not unpickled
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # its __reduce__ may raise SystemExit
+    data = _attempt(lambda: pickle.dumps(error))
+    if data is None or len(data) > _LARGEST_EXCEPTION:
         return b""
-    return data
+    # Some can be pickled, but not unpickled.
+    return b"" if _attempt(lambda: pickle.loads(data)) is None else data
 
 
 def load_exception(data: bytes, trace: str) -> BaseException | None:
     """Rebuild an exception of another rank, with that rank's traceback as cause."""
-    if not data:
-        return None
-    try:
-        error = pickle.loads(data)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # this rank does not have its class, or that raises anything
-        return None
-    if not isinstance(error, BaseException):
+    error = _attempt(lambda: pickle.loads(data)) if data else None
+    if not isinstance(error, BaseException):  # or this rank does not have its class
         return None
     error.__cause__ = RemoteTraceback(trace)
     return error
+
+
+def _attempt(function: Callable[[], _T]) -> _T | None:
+    """Return what code of an exception's class returns; None if it raises anything."""
+    try:
+        return function()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # SystemExit too
+        return None
 
 
 def _describe_site(site: Site | None) -> str:

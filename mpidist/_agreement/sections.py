@@ -80,7 +80,8 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
         try:
             try:
                 result = body(section)
-                guard.settle()
+                if guard.blocked:
+                    guard.settle()
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
