@@ -40,21 +40,6 @@ def shared(one_node, new_strategy):
     return new_strategy(implementation=SHARED)
 
 
-@pytest.fixture
-def files_made(monkeypatch):
-    """The files that this rank makes for a node; other jobs here have theirs."""
-    made = []
-    make_file = node_module.make_file
-
-    def noted(*args):
-        fd, path = make_file(*args)
-        made.append(Path(path))
-        return fd, path
-
-    monkeypatch.setattr(node_module, "make_file", noted)
-    return made
-
-
 def channel_of(strategy):
     """Return the channel of the node; None for one rank."""
     node = group_of(strategy).collectives.resources.node
@@ -239,32 +224,30 @@ def test_what_fails_on_one_rank_takes_all_ranks_to_mpi(
 
 
 @core_by_mpi
-def test_memory_is_unlinked_at_once(files_made, shared, rank, size):
+@needs_core
+@pytest.mark.usefixtures("one_node")
+def test_memory_is_unlinked_at_once(new_strategy, rank, size, monkeypatch):
+    made, make_file = [], node_module.make_file
+
+    def noted(*args):
+        fd, path = make_file(*args)
+        made.append(Path(path))
+        return fd, path
+
+    monkeypatch.setattr(node_module, "make_file", noted)
+    new_strategy(implementation=SHARED)
     everywhere(None)
-    assert rank or len(files_made) == (size > 1)
-    assert not [path for path in files_made if path.exists()]
+    assert rank or len(made) == (size > 1)
+    assert not [path for path in made if path.exists()]
 
 
 # --- exceptions from outside --------------------------------------------------------
 
 
-@pytest.fixture
-def alarm():
-    """Have a signal raise `SignalError` after so many seconds."""
-
-    def handler(number, frame):
-        raise SignalError
-
-    before = signal.signal(signal.SIGALRM, handler)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize("count", [1, 300_000])
-def test_a_signal_ends_a_wait_and_the_others_are_told(new_strategy, rank, alarm, count):
+def test_a_signal_ends_a_wait_and_the_others_are_told(new_strategy, rank, count):
     """The others do not wait for what does not come, not even till the deadline."""
     strategy = new_strategy(timeout_seconds=50)
     x = np.ones(count)
@@ -276,9 +259,15 @@ def test_a_signal_ends_a_wait_and_the_others_are_told(new_strategy, rank, alarm,
     everywhere(None)
     start = time.monotonic()
     if rank == 0:
-        alarm(1.0)
+
+        def handler(number, frame):
+            raise SignalError
+
+        kept = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
         with pytest.raises(SignalError):
             strategy.run(reduce)
+        signal.signal(signal.SIGALRM, kept)
         everywhere(None)
     else:
         everywhere(None)  # rank 0 was alone when it was hit
