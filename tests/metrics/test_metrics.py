@@ -193,10 +193,10 @@ def test_a_sum_that_one_rank_does_not_ask_for_is_read_once(strategy):
     assert total.result() == 0.0
 
 
-def by_torch(name, true, pred, **options):
-    functional = pytest.importorskip("torch").nn.functional
+def by_torch(name, true, pred):
     torch = pytest.importorskip("torch")
-    return float(getattr(functional, name)(torch.tensor(pred), torch.tensor(true)))
+    function = getattr(torch.nn.functional, name)
+    return float(function(torch.tensor(pred), torch.tensor(true)))
 
 
 SCORES = np.random.default_rng(1).normal(size=(40, 6))
@@ -444,7 +444,7 @@ def test_what_keras_gives(strategy, folder, size, kind, options, given, expected
     assert metric.result() == pytest.approx(expected)
 
 
-def test_what_scores_of_columns_refuse():
+def test_what_scores_refuse():
     metrics = mpidist.metrics
     two = metrics.F1Score(num_classes=2)
     for call, line in (
@@ -457,6 +457,7 @@ def test_what_scores_of_columns_refuse():
         (lambda: metrics.RecallAtPrecision(0.5, 0), "`num_thresholds` to be 1"),
         (lambda: two.update_state([[1, 0, 0]], [[0.5, 0.5, 0.1]]), "num_classes="),
         (lambda: metrics.R2Score().update_state([1.0], [1.0]), "num_outputs="),
+        (lambda: metrics.IoU(2, [2]), r"^IoU: expected .* from 0 to 1, got \[2\]"),
     ):
         with pytest.raises(ValueError, match=line):
             call()
@@ -464,11 +465,6 @@ def test_what_scores_of_columns_refuse():
     score.update_state([[1.0], [4.0], [3.0]], [[2.0], [4.0], [4.0]])
     with pytest.warns(RuntimeWarning, match="3 labels are too few"):
         assert score.result() == pytest.approx(4 / 7)
-
-
-def test_a_target_that_is_no_class():
-    with pytest.raises(ValueError, match=r"^IoU: expected .* from 0 to 1, got \[2\]"):
-        mpidist.metrics.IoU(2, target_class_ids=[2])
 
 
 @pytest.mark.one_size

@@ -80,6 +80,8 @@ def test_none_is_skipped():
     assert int(optimizer.iterations) == 2
     with pytest.raises(ValueError, match=r"No gradients provided.*None for 'w', 'b'"):
         optimizer.apply_gradients([(None, w), (None, b)])
+    with pytest.raises(TypeError, match=r"expected a `mpidist\.Variable`"):
+        SGD(0.5).apply_gradients([(w, np.ones(2))])
 
 
 @pytest.mark.parametrize("name", ["momentum", "weight_decay", "learning_rat"])

@@ -401,13 +401,19 @@ def auto_shard_policies(d):
 
 @iterating.program
 def make_dataset_iterator(d):
-    """make_dataset_iterator of the v1 API: global batches are split."""
+    """make_dataset_iterator of the v1 API, with `run` and `experimental_run`."""
     strategy = d.v1_strategy()
     with strategy.scope():
-        iterator = strategy.make_dataset_iterator(rows(d, 8).batch(4))
-        iterator.initialize()
-        parts = strategy.run(lambda x: d.sum(x), args=(iterator.get_next(),))
-        return strategy.reduce("SUM", parts, axis=None)
+        one, other = (
+            strategy.make_dataset_iterator(rows(d, 8).batch(4)) for _ in range(2)
+        )
+        one.initialize()
+        other.initialize()
+        found = [
+            strategy.run(lambda x: d.sum(x), args=(one.get_next(),)),
+            strategy.experimental_run(lambda x: d.sum(x), other),
+        ]
+        return [strategy.reduce("SUM", parts, axis=None) for parts in found]
 
 
 @iterating.program
@@ -422,17 +428,6 @@ def make_input_fn_iterator(d):
         )
         iterator.initialize()
         parts = strategy.run(lambda x: d.sum(x), args=(iterator.get_next(),))
-        return strategy.reduce("SUM", parts, axis=None)
-
-
-@iterating.program
-def experimental_run_of_iterator(d):
-    """experimental_run of the v1 API: run with the iterator's next element."""
-    strategy = d.v1_strategy()
-    with strategy.scope():
-        iterator = strategy.make_dataset_iterator(rows(d, 8).batch(4))
-        iterator.initialize()
-        parts = strategy.experimental_run(lambda x: d.sum(x), iterator)
         return strategy.reduce("SUM", parts, axis=None)
 
 

@@ -198,10 +198,13 @@ updating = Section("update and group")
 
 @updating.program
 def update_grouped(d):
-    """The function runs once for each copy; its results come back as one Mirrored."""
-    v = d.in_scope([1.0, 2.0])
-    result = d.strategy.extended.update(v, lambda w: w * 10)
-    return d.kind(result), d.replicas(result), d.copies(v)
+    """It runs once for each copy; results come back as Mirrored, in nests; or None."""
+    v, w = d.in_scope([1.0, 2.0]), d.in_scope(1.0)
+    update = d.strategy.extended.update
+    result = update(v, lambda w: w * 10)
+    nest = update(w, lambda w: {"a": w + 1, "b": [w * 5]})
+    nothing = update(w, lambda w: None), update(w, lambda w: None, group=False)
+    return d.kind(result), d.replicas(result), d.copies(v), d.replicas(nest), nothing
 
 
 @updating.program
@@ -258,23 +261,6 @@ def update_grouped_results_differ(d):
     v = d.on_read(0.0, "SUM")
     d.each(lambda: v.assign(d.own(float)))
     return d.attempt(lambda: d.replicas(d.strategy.extended.update(v, lambda w: w + 1)))
-
-
-@updating.program
-def update_nothing(d):
-    """A function without a result: None, and with `group=False` Nones in a tuple."""
-    v = d.in_scope(1.0)
-    grouped = d.strategy.extended.update(v, lambda w: None)
-    parts = d.strategy.extended.update(v, lambda w: None, group=False)
-    return grouped, parts
-
-
-@updating.program
-def update_nest(d):
-    """A nest of results."""
-    v = d.in_scope(1.0)
-    result = d.strategy.extended.update(v, lambda w: {"a": w + 1, "b": [w * 5]})
-    return d.replicas(result)
 
 
 @updating.differs(
@@ -482,30 +468,18 @@ def colocate_vars_with(d):
 
 
 @others.program
-def colocate_vars_with_plain(d):
-    """colocate_vars_with a variable of no strategy is a ValueError."""
-    v = d.variable(1.0)
+def colocate_vars_with_wrong(d):
+    """colocate_vars_with a variable of no strategy, or outside the scope: errors."""
 
-    def fn():
+    def enter(v):
         with d.strategy.extended.colocate_vars_with(v):
             pass
 
+    v, plain = d.in_scope(1.0), d.variable(1.0)
+    says = "`colocate_vars_with` must only be passed a variable created in"
     with d.strategy.scope():
-        return d.attempt(
-            fn, says="`colocate_vars_with` must only be passed a variable created in"
-        )
-
-
-@others.program
-def colocate_vars_with_outside(d):
-    """colocate_vars_with outside the scope is a RuntimeError."""
-    v = d.in_scope(1.0)
-
-    def fn():
-        with d.strategy.extended.colocate_vars_with(v):
-            pass
-
-    return d.attempt(fn, says="Need to be inside")
+        of_none = d.attempt(lambda: enter(plain), says=says)
+    return of_none, d.attempt(lambda: enter(v), says="Need to be inside")
 
 
 @others.program
@@ -619,9 +593,11 @@ def replication_modes(d):
 
 @others.program
 def communication_options(d):
-    """CommunicationOptions: defaults, and the implementation by its name."""
+    """CommunicationOptions: defaults, names of implementations, and `merge`."""
     options = d.experimental.CommunicationOptions
     made = options(bytes_per_pack=10, timeout_seconds=3.0, implementation="ring")
+    first = options(bytes_per_pack=10, timeout_seconds=3.0)
+    merged = first.merge(options(timeout_seconds=5.0))  # what the other sets wins
     return [
         [
             getattr(one, name)
@@ -629,16 +605,8 @@ def communication_options(d):
             for name in ("bytes_per_pack", "timeout_seconds", "implementation")
         ],
         d.attempt(lambda: options(bytes_per_pack=-1)),
+        [merged.bytes_per_pack, merged.timeout_seconds, first.timeout_seconds],
     ]
-
-
-@others.program
-def communication_options_merge(d):
-    """`merge`: what the other one sets wins."""
-    options = d.experimental.CommunicationOptions
-    first = options(bytes_per_pack=10, timeout_seconds=3.0)
-    merged = first.merge(options(timeout_seconds=5.0))
-    return [merged.bytes_per_pack, merged.timeout_seconds, first.timeout_seconds]
 
 
 @others.program

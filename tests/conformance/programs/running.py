@@ -192,13 +192,16 @@ def run_other_callables(d):
 
 @section.program
 def run_raises(d):
-    """What all replicas raise, `run` raises; the strategy stays usable."""
+    """What all replicas raise, of any class, `run` raises; the strategy is usable."""
 
-    def fn():
-        raise KeyError("missing")
+    def attempt(kind, text):
+        def fn():
+            raise kind(text)
 
-    first = d.attempt(lambda: d.strategy.run(fn), says="missing")
-    return first, d.run(lambda: d.own(float))
+        return d.attempt(lambda: d.strategy.run(fn), says=text)
+
+    errors = [attempt(KeyError, "missing"), attempt(CustomError, "mine")]
+    return errors, d.run(lambda: d.own(float))
 
 
 @section.program
@@ -230,16 +233,6 @@ def run_raises_while_others_wait(d):
 
 class CustomError(Exception):
     """An exception class of the user's."""
-
-
-@section.program
-def run_raises_own_class(d):
-    """The class of a user's exception is kept."""
-
-    def fn():
-        raise CustomError("mine")
-
-    return d.attempt(lambda: d.strategy.run(fn), says="mine")
 
 
 STRUCTURES = {

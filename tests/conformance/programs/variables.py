@@ -636,32 +636,19 @@ for _aggregation in AGGREGATIONS:
 
 
 @scattering.program
-def scatter_other_rows(d):
-    """Under SUM each replica's own rows are added; rows may repeat."""
+def scatter_rows(d):
+    """Each replica's rows under SUM; rows that repeat; of copies, in `update`."""
     v = d.in_scope([[0.0]] * 5, aggregation=d.Aggregation.SUM)
+    w, x = d.in_scope([[0.0], [0.0]]), d.in_scope([[0.0], [0.0]])
     d.each(lambda: v.scatter_add(d.slices([[1.0], [10.0]], [d.replica_id(), 4])))
-    return d.copies(v)
-
-
-@scattering.program
-def scatter_repeated_rows(d):
-    """Indices that repeat count each time."""
-    v = d.in_scope([[0.0], [0.0]])
     with d.strategy.scope():
-        v.scatter_add(d.slices([[1.0], [2.0], [4.0]], [1, 1, 0]))
-    return d.copies(v)
+        w.scatter_add(d.slices([[1.0], [2.0], [4.0]], [1, 1, 0]))
 
+    def fn(copy):
+        copy.scatter_sub(d.slices([[1.0]], [1]))
 
-@scattering.program
-def scatter_in_update(d):
-    """In the function of `update` each copy is changed."""
-    v = d.in_scope([[0.0], [0.0]])
-
-    def fn(w):
-        w.scatter_sub(d.slices([[1.0]], [1]))
-
-    d.strategy.extended.update(v, fn)
-    return d.copies(v)
+    d.strategy.extended.update(x, fn)
+    return [d.copies(variable) for variable in (v, w, x)]
 
 
 def _scatter_on_read(aggregation):
