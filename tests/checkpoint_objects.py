@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import VariableAggregation, VariableSynchronization
 from mpidist._strategy.strategy import group_of
 
 
@@ -52,16 +51,6 @@ class Iterator:
         self.position = state["position"]
 
 
-class Momentum:
-    """What an optimizer looks like from here: a list of variables."""
-
-    def __init__(self, variables):
-        self.variables = [
-            mpidist.Variable(np.zeros(v.shape), name=f"momentum_of_{v.name}")
-            for v in variables
-        ]
-
-
 def per_rank(strategy, value):
     """Return the values of all ranks, on all ranks."""
     comm = group_of(strategy).communicator
@@ -76,20 +65,6 @@ def variable(strategy, value, **kwargs):
 def checkpoint_of(strategy, **values):
     """Return a checkpoint of variables with these values."""
     return mpidist.Checkpoint(**{k: variable(strategy, x) for k, x in values.items()})
-
-
-def on_read(strategy, value, aggregation):
-    try:
-        return variable(
-            strategy,
-            value,
-            synchronization=VariableSynchronization.ON_READ,
-            aggregation=VariableAggregation[aggregation],
-        )
-    except ValueError as error:
-        if "not in this version" not in str(error):
-            raise
-        pytest.skip("ON_READ variables are not in this version")
 
 
 def rewrite(manifest, change):
