@@ -22,7 +22,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._checkpoints import new_checkpoints
+from mpidist._checkpoints import new_checkpoints, replace
 
 
 @core_on_ranks
@@ -124,6 +124,21 @@ def test_what_killed_jobs_have_left_is_deleted_before_a_save(
     assert [Path(p).name for p in manager.checkpoints] == ["ckpt-3", "ckpt-4"]
     manager.save()
     assert [Path(p).name for p in manager.checkpoints] == ["ckpt-4", "ckpt-5"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path, monkeypatch):
+    checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
+    manager = mpidist.CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
+    manager.save()
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(replace, "remove", refuse)
+    text = r"CheckpointManager\.save: the old .*ckpt-1' cannot be deleted: .*Permission"
+    with pytest.warns(RuntimeWarning, match=text):
+        path = manager.save()
+    assert manager.checkpoints == [path]
 
 
 @on_ranks
