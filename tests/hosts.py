@@ -378,6 +378,8 @@ class Hosts:
             command = [sys.executable, "-c", _IMPATIENT, "run"]
         else:
             command = [launching.find_mpirun()]
+            if is_intel_mpi():  # otherwise it wants the same ranks on each host
+                command += ["-machinefile", str(self._own / "hostfile")]
         environment |= self._settings(ranks_of)
         command += [*options, "-n", str(sum(ranks_of.values()))]
         if not supervised:
@@ -428,7 +430,7 @@ class Hosts:
                 # and making a strategy took 15 times as long.
                 "OMPI_MCA_mpi_yield_when_idle": str(int(crowded)),
             }
-        names = self._own / "names"  # of Intel MPI, which wants the same ranks on each
+        names = self._own / "names"  # of Intel MPI
         names.write_text("".join(f"{name}\n" for name in ranks_of))
         return {
             "HYDRA_HOST_FILE": str(file),
