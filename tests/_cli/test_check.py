@@ -53,10 +53,14 @@ def test_gpus_that_ranks_share(monkeypatch):
     assert found.advice == "start one rank for each GPU"
 
 
-def test_the_cores_of_this_process():
-    found = Job().mine["cores"]
-    assert 1 <= len(found["allowed"]) <= found["machine"]
-    assert found["quota"] is None or found["quota"] > 0
+def test_more_ranks_than_cores():
+    job = Job()
+    here = job.mine["cores"]
+    assert 1 <= len(here["allowed"]) <= here["machine"]
+    assert here["quota"] is None or here["quota"] > 0
+    job.local_size = 10**6
+    text = f"1000000 ranks on {here['machine']} cores: ranks wait for a core, and"
+    assert system_checks.cores(job).text.startswith(text)
 
 
 def test_a_limit_of_open_files_that_is_too_low():

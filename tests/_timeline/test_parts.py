@@ -206,8 +206,16 @@ def test_the_summary(timeline, path, capsys):
         *("2", "6.25", "s", "4.25", "s", "200"),
         "update of v",
     ]
-    nothing = files.Timeline({0: "a"}, [])
-    assert summary.summarize(nothing) == "timeline of 1 rank: no calls\n"
+
+
+def test_the_summary_of_one_rank():
+    found = files.Timeline({0: "a"}, [])
+    assert summary.summarize(found) == "timeline of 1 rank: no calls\n"
+    found.spans.append(call(1, 0.0, 1.0))
+    text = summary.summarize(found)
+    assert text.startswith("timeline of 1 rank on 1 host, 1.00 s in all\n")
+    assert "largest waits:\n  none\n" in text
+    assert "slowest" not in text
 
 
 def test_the_picture(timeline, path, capsys):
