@@ -43,8 +43,9 @@ _END_SECONDS: Final = 30.0
 class Supervisor:
     """Runs a command until it has succeeded, or was asked to end, or too often.
 
-    Signals are passed on to it; the Ctrl-C of a terminal reaches it by itself. It ends
-    with this process. A job that is asked to end by a signal is not started again.
+    Signals are passed on to it, but not those that are ignored, as by nohup; the Ctrl-C
+    of a terminal reaches it by itself. It ends with this process. A job that is asked
+    to end by a signal is not started again.
 
     Attributes:
         command: mpirun, and its arguments.
@@ -63,7 +64,8 @@ class Supervisor:
     def run(self) -> int:
         """Run it; return the exit code of the last time."""
         self._witness = _start(["sleep", "infinity"])
-        before = {n: signal.signal(n, self._forward) for n in _FORWARDED}
+        heard = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {n: signal.signal(n, self._forward) for n in heard}
         try:
             for attempt in range(self.restarts + 1):
                 code = self._run_once()

@@ -75,10 +75,12 @@ def test_a_program_runs_on_more_ranks_than_cores_and_its_exit_code_is_that_of_ru
     assert again.stdout == result.stdout
 
 
-def _own_terminal(descriptor):
-    """Make this process the first of a session, whose terminal is an open file."""
+def _start_apart(terminal):
+    """Make this process the first of a session, as by nohup; it may have a terminal."""
     os.setsid()
-    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if terminal is not None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,8 @@ def _own_terminal(descriptor):
 )
 def test_signals_arrive(folder, number, from_terminal):
     """Also SIGKILL: nothing of the job stays when this process is killed.
+
+    But not one that is ignored, as by nohup.
 
     With a terminal this process is in the foreground, and gets SIGINT by `kill`, or
     the whole group gets it by Ctrl-C (None).
@@ -107,11 +111,15 @@ def test_signals_arrive(folder, number, from_terminal):
         text=True,
         cwd=folder,
         env=_environment(),
-        preexec_fn=(lambda: _own_terminal(terminal)) if from_terminal else os.setsid,
+        preexec_fn=lambda: _start_apart(terminal if from_terminal else None),
     ) as process:
         assert process.stdout is not None
         try:
             rank = Path("/proc", process.stdout.readline().strip())
+            if number == signal.SIGTERM:
+                process.send_signal(signal.SIGHUP)
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(3)
             if number is None:
                 os.write(keyboard, b"\x03")
             else:
