@@ -28,9 +28,9 @@ def call(number, start, end, rank=0, **more):
     return Span(rank, number=number, start=start, end=end, **{**fields, **more})
 
 
-def write(path, rank, events, *, size=2, identity="a", boot="x", end=True):
+def write(path, rank, events, *, size=2, identity="a", boot="x", epoch=0.0, end=True):
     """Write a part, as a process on a host would."""
-    about = {"host": f"host{rank}", "boot": boot, "epoch": 0.0, "format": FORMAT}
+    about = {"host": f"host{rank}", "boot": boot, "epoch": epoch, "format": FORMAT}
     lines = [
         metadata(PROCESS, rank, **about),
         metadata(STRATEGY, rank, 1, identity=identity, rank=rank, size=size),
@@ -81,6 +81,14 @@ def test_clocks_of_hosts_become_one(path, drift):
     # Exact up to the latencies of messages, and the drift within a window of time.
     assert max(map(abs, errors)) < 5e-4
     assert abs(np.median(errors)) < 5e-5
+
+
+def test_clocks_without_a_call_in_common_go_by_the_time_of_day(path):
+    write(path, 0, [call(1, 1.0, 2.0)], epoch=1000.0)
+    write(path, 1, [call(2, 5.0, 6.0)], epoch=997.0, boot="y")
+    read = parts_of(path)
+    files.align(read)
+    assert read[1].events == [call(2, 2.0, 3.0, 1)]
 
 
 def test_clocks_of_one_host_are_not_touched(path):
