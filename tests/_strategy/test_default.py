@@ -62,18 +62,7 @@ def test_a_per_replica_of_one_is_an_array(default):
         assert isinstance(value, mpidist.PerReplica)
         assert hash(value) is not None
     assert text == "text"
-    np.testing.assert_array_equal(x + 1, [1.0, 2.0, 3.0])
-    np.testing.assert_array_equal(2 * x - np.ones(3), [-1.0, 1.0, 3.0])
-    np.testing.assert_array_equal(np.exp(x), np.exp(np.arange(3.0)))
-    np.testing.assert_array_equal(np.concatenate([x, x[:1]]), [0.0, 1.0, 2.0, 0.0])
-    np.testing.assert_array_equal(x.numpy(), np.arange(3.0))
-    assert (x.shape, x.dtype, len(x), list(x)) == ((3,), float, 3, [0.0, 1.0, 2.0])
-    assert (x == np.arange(3.0)).all()
-    assert x.mean() == 1.0
-    assert (f"{loss:.3f}", round(loss, 2)) == ("1.235", 1.23)
-    assert float(loss) == loss == 1.23456
-    assert loss > 1
-    assert bool(loss)
+    assert loss == 1.23456  # more: tests/_values/test_array_like.py
     assert str(loss) == repr(loss) == "PerReplica(replica 0 of 1: 1.23456)"
     assert default.reduce("SUM", loss, axis=None) == 1.23456
     assert default.experimental_local_results(loss) == loss.values == (1.23456,)

@@ -12,28 +12,7 @@ import mpidist
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 
 
-def test_rank_0_prints(strategy, rank):
-    stream = io.StringIO()
-    strategy.print("loss", 1.5, sep=": ", end=".\n", file=stream)
-    assert stream.getvalue() == ("" if rank else "loss: 1.5.\n")
-    assert strategy.is_main_process == (rank == 0)
-    assert mpidist.get_strategy().is_main_process
-
-
-def test_it_may_print_at_every_level(strategy, rank):
-    stream = io.StringIO()
-
-    def step():
-        strategy.print("replica", file=stream)
-        mpidist.get_replica_context().merge_call(
-            lambda s: s.print("merge_fn", file=stream)
-        )
-
-    strategy.run(step)
-    assert stream.getvalue() == ("" if rank else "replica\nmerge_fn\n")
-
-
-def test_output_is_shown_at_once(strategy, rank):
+def test_rank_0_prints_at_every_level_and_shows_it_at_once(strategy, rank):
     class Stream(io.StringIO):
         flushed = 0
 
@@ -41,8 +20,19 @@ def test_output_is_shown_at_once(strategy, rank):
             self.flushed += 1
 
     stream = Stream()
-    strategy.print("x", file=stream)
-    assert stream.flushed == (rank == 0)
+
+    def step():
+        strategy.print("replica", file=stream)
+        mpidist.get_replica_context().merge_call(
+            lambda s: s.print("merge_fn", file=stream)
+        )
+
+    strategy.print("loss", 1.5, sep=": ", end=".\n", file=stream)
+    strategy.run(step)
+    lines = "" if rank else "loss: 1.5.\nreplica\nmerge_fn\n"
+    assert (stream.getvalue(), stream.flushed) == (lines, 0 if rank else 3)
+    assert strategy.is_main_process == (rank == 0)
+    assert mpidist.get_strategy().is_main_process
 
 
 @pytest.mark.processes  # the global generators are those of the process
@@ -106,19 +96,16 @@ def test_reduce_without_an_axis(strategy, rank, size):
 
 def test_gather_refuses_slices_as_all_gather_does(strategy, rank):
     rows = mpidist.IndexedSlices([1.0], [rank])
-    for value in (rows, strategy.run(lambda: rows)):
-        raises_everywhere(
-            NotImplementedError,
-            lambda value=value: strategy.gather(value, axis=0),
-            "gather its `values` and `indices`",
-        )
-    raises_everywhere(
-        NotImplementedError,
+    value = strategy.run(lambda: rows)
+    for attempt in (
+        lambda: strategy.gather(rows, axis=0),
+        lambda: strategy.gather(value, axis=0),
         lambda: strategy.run(
             lambda: mpidist.get_replica_context().all_gather(rows, axis=0)
         ),
-        "gather its `values` and `indices`",
-    )
+    ):
+        text = "gather its `values` and `indices`"
+        raises_everywhere(NotImplementedError, attempt, text)
 
 
 def test_references_to_variables(strategy):

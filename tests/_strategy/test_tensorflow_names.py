@@ -324,47 +324,6 @@ def test_creators_that_make_no_sense(strategy):
     assert_usable(strategy)
 
 
-def test_a_model_and_an_optimizer_in_a_checkpoint(strategy, same_folder):
-    class Model:
-        def __init__(self):
-            self.w = make(strategy, np.ones(2), name="w")
-            self.variables = [self.w]
-
-    def train(model, optimizer):
-        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), model.w)]))
-
-    def save(model, optimizer):
-        train(model, optimizer)
-        checkpoint = mpidist.Checkpoint(model=model, optimizer=optimizer)
-        mpidist.CheckpointManager(checkpoint, same_folder).save()
-        train(model, optimizer)
-        return model.w.numpy()
-
-    expected = save(Model(), mpidist.optimizers.RMSprop(0.1, momentum=0.5))
-    model, optimizer = Model(), mpidist.optimizers.RMSprop(0.1, momentum=0.5)
-    optimizer.build([model.w])
-    checkpoint = mpidist.Checkpoint(model=model, optimizer=optimizer)
-    path = mpidist.latest_checkpoint(same_folder)
-    assert path is not None
-    status = checkpoint.restore(path).expect_partial().assert_consumed()
-    assert status.assert_existing_objects_matched().assert_nontrivial_match() == status
-    assert "model/w" in status
-    partial = checkpoint.restore(path, partial=True)
-    assert partial.expect_partial() == partial == status
-    partial.assert_consumed()  # nothing was left out
-    other = mpidist.Checkpoint(model=model, more=make(strategy, 0.0, name="m"))
-    partial = other.restore(path, partial=True)
-    with pytest.raises(AssertionError, match=r"missing in the checkpoint: 'more'"):
-        partial.assert_existing_objects_matched()
-    partial = mpidist.Checkpoint(model=model).restore(path, partial=True)
-    partial.assert_existing_objects_matched()
-    with pytest.raises(AssertionError, match=r"only in the checkpoint: 'optimizer/"):
-        partial.assert_consumed()
-    train(model, optimizer)
-    assert_mirrored(strategy, model.w, expected)
-    assert mpidist.latest_checkpoint(same_folder / "nothing") is None
-
-
 def test_a_mirrored_strategy_shows_the_values_of_all_replicas(strategy, rank, size):
     mirrored = mpidist.MirroredStrategy()
     local, n = mirrored.experimental_local_results, range(size)

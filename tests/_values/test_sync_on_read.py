@@ -276,33 +276,58 @@ def test_values_that_do_not_fit(strategy, rank, size, metric):
 # --- in all verbs ---------------------------------------------------------------------
 
 
-def test_in_verbs_at_program_level(strategy, rank, size, metric):
+OPERATORS = {
+    "SUM": np.sum,
+    "MEAN": np.mean,
+    "MIN": np.min,
+    "MAX": np.max,
+    "PROD": np.prod,
+}
+
+
+def test_in_verbs(strategy, rank, size, metric):
+    """At program level, in a scope and in merge_fn, which sees all copies."""
     v = metric(SUM, np.zeros(2))
     rows = np.array([[i + 1.0] * 2 for i in range(size)])
-    for op, reference in (
-        *(("SUM", np.sum), ("MEAN", np.mean), ("MIN", np.min)),
-        *(("MAX", np.max), ("PROD", np.prod)),
-    ):
-        with strategy.scope():
-            np.testing.assert_array_equal(
-                strategy.reduce(op, v, axis=None), reference(rows, axis=0)
-            )
-            reduced = strategy.extended.reduce_to(op, v, v)
-        assert isinstance(reduced, mpidist.Mirrored)
-        np.testing.assert_array_equal(reduced, reference(rows, axis=0))
-        np.testing.assert_allclose(
-            strategy.reduce(op, v, axis=0), reference(rows), rtol=1e-12
-        )
-    np.testing.assert_array_equal(strategy.gather(v, axis=0), rows.ravel())
-    broadcast = strategy.extended.broadcast_to(v, v)
-    np.testing.assert_array_equal(broadcast, rows.sum(axis=0))
-    (mine,) = strategy.experimental_local_results(v)
-    np.testing.assert_array_equal(mine, rows[rank])
-    assert not mine.flags.writeable
-    np.testing.assert_array_equal(strategy.extended.read_var(v), rows.sum(axis=0))
-    assert strategy.extended.read_var(v).flags.writeable
-    pair = strategy.extended.batch_reduce_to("SUM", [(v, v), ({"v": [v]}, v)])
-    np.testing.assert_array_equal(pair[1]["v"][0], rows.sum(axis=0))
+    same = np.testing.assert_array_equal
+
+    def check(distribution, seen):
+        extended = distribution.extended
+        for op, reference in OPERATORS.items():
+            same(distribution.reduce(op, v, axis=None), reference(rows, axis=0))
+            over_axis = distribution.reduce(op, v, axis=0)
+            np.testing.assert_allclose(over_axis, reference(rows), rtol=1e-12)
+            reduced = extended.reduce_to(op, v, v)
+            assert isinstance(reduced, mpidist.Mirrored)
+            same(reduced, reference(rows, axis=0))
+        same(distribution.gather(v, axis=0), rows.ravel())
+        same(extended.broadcast_to(v, v), rows.sum(axis=0))
+        same(extended.read_var(v), rows.sum(axis=0))
+        assert extended.read_var(v).flags.writeable
+        pair = extended.batch_reduce_to("SUM", [(v, v), ({"v": [v]}, v)])
+        same(pair[1]["v"][0], rows.sum(axis=0))
+        results = distribution.experimental_local_results({"v": v})
+        for result, value, row in zip(results, v.values, seen, strict=True):
+            same(result["v"], row)
+            assert not value.flags.writeable
+        assert extended.value_container(v.values[0]) is v
+
+    check(strategy, rows[rank : rank + 1])
+    with strategy.scope():
+        check(strategy, rows[rank : rank + 1])
+
+    def merge_fn(distribution, w, nest):
+        assert w is v
+        assert nest == [v]
+        check(distribution, rows)
+        doubled = distribution.run(lambda v: 2 * v, args=(v,))
+        return v, doubled, v.values[-1], v + 1.0
+
+    returned, doubled, last, more = merge(strategy, merge_fn, v, [v])
+    assert returned is v
+    same(own(strategy, doubled), 2 * rows[rank])
+    same(own(strategy, last), rows[-1])
+    same(own(strategy, more), rows.sum(axis=0) + 1.0)
     assert_copies(strategy, v, list(rows))
 
 
@@ -327,41 +352,6 @@ def test_in_verbs_of_a_replica(strategy, rank, size, metric):
     returned, computed = strategy.run(fn, args=(v,), kwargs={"nest": {"v": [v]}})
     assert returned is v
     np.testing.assert_array_equal(own(strategy, computed), rows[rank])
-
-
-def test_in_verbs_of_the_coordinator(strategy, rank, size, metric):
-    v = metric(SUM, np.zeros(2))
-    rows = np.array([[i + 1.0] * 2 for i in range(size)])
-
-    def merge_fn(distribution, w, nest):
-        assert w is v
-        assert nest == [v]
-        extended = distribution.extended
-        np.testing.assert_array_equal(
-            distribution.reduce("MAX", v, axis=None), rows[-1]
-        )
-        np.testing.assert_array_equal(distribution.reduce("SUM", v, axis=0), rows.sum())
-        np.testing.assert_array_equal(extended.reduce_to("MEAN", v, v), rows.mean(0))
-        np.testing.assert_array_equal(distribution.gather(v, axis=0), rows.ravel())
-        np.testing.assert_array_equal(extended.broadcast_to(v, v), rows.sum(axis=0))
-        np.testing.assert_array_equal(extended.read_var(v), rows.sum(axis=0))
-        results = distribution.experimental_local_results({"v": v})
-        assert len(results) == size
-        for result, row in zip(results, rows, strict=True):
-            np.testing.assert_array_equal(result["v"], row)
-        assert all(not x.flags.writeable for x in v.values)
-        assert extended.value_container(v.values[0]) is v
-        doubled = distribution.run(lambda v: 2 * v, args=(v,))
-        return v, doubled, v.values[-1], v + 1.0
-
-    def fn():
-        return context().merge_call(merge_fn, args=(v, [v]))
-
-    returned, doubled, last, more = strategy.run(fn)
-    assert returned is v
-    np.testing.assert_array_equal(own(strategy, doubled), 2 * rows[rank])
-    np.testing.assert_array_equal(own(strategy, last), rows[-1])
-    np.testing.assert_array_equal(own(strategy, more), rows.sum(axis=0) + 1.0)
 
 
 def test_as_the_value_of_another_variable(strategy, rank, size, metric):
