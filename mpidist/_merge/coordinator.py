@@ -150,17 +150,20 @@ class Coordinator:
             self._interrupted(name, error)
             raise
 
-    def fetch(self, leaves: list[Nest]) -> None:
-        """Gather the unknown components of distributed values to rank 0, at once."""
-        values = [x for x in leaves if isinstance(x, DistributedValues)]
-        unknown = [
-            v for v in values if gathered(v) is None and not isinstance(v, Mirrored)
-        ]
-        if unknown:
-            columns = self.command("collect", (unknown,))
-            for value, column in zip(unknown, columns, strict=True):
-                set_gathered(value, tuple(column))
+    def fetch(
+        self, values: list[DistributedValues | Variable]
+    ) -> list[tuple[Nest, ...]]:
+        """Gather the components of values, and copies of variables, to rank 0."""
+        columns = [tuple(column) for column in self.command("collect", (values,))]
+        for value, column in zip(values, columns, strict=True):
+            if isinstance(value, DistributedValues):  # known from now on
+                set_gathered(value, column)
                 self._fetched.append(weakref.ref(value))
+                continue
+            for x in column[1:]:
+                if not backend.is_device_array(x):
+                    x.flags.writeable = False
+        return columns
 
     def key_of(self, value: Registered) -> Key:
         """Return the key under which every rank has this value.

@@ -38,8 +38,8 @@ class Commander(Protocol):
         """Run an update on all ranks; return rank 0's result."""
         ...
 
-    def fetch(self, leaves: list[Nest]) -> None:
-        """Gather the unknown components of `DistributedValues` to rank 0."""
+    def fetch(self, values: list[Any]) -> list[tuple[Nest, ...]]:
+        """Gather the components of values, and copies of variables, to rank 0."""
         ...
 
 

@@ -26,6 +26,9 @@ class Registered:
 
     _key: Key | None = None
 
+    def _seen(self, frame: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
+
 
 class Components(Registered):
     """What a registry sets in a value: the base of `mpidist.DistributedValues`."""

@@ -27,11 +27,12 @@ from mpidist._runtime.registry import component
 from mpidist._strategy import operations as operations  # registers them
 from mpidist._strategy.contexts import MultiStepContext, Steps
 from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
-from mpidist._values.components import check_owner, results_of_leaf
+from mpidist._values.components import check_owner
 from mpidist._values.distributed import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    components_of,
     select_replica,
 )
 from mpidist._values.variable import Variable, storage_of
@@ -519,9 +520,8 @@ class StrategyExtended:
             result = run_update(self._group, update)
         if update.grouped:
             return result
-        if frame.coordinator is not None:
-            frame.coordinator.fetch(nest.flatten(result)[0])
-        return nest.map_structure(results_of_leaf, result)
+        leaves, structure = nest.flatten(result)
+        return structure.unflatten(components_of(leaves))
 
 
 def _one_of(

@@ -426,7 +426,7 @@ class Strategy:
             value = strategy.run(lambda: 7)
             strategy.experimental_local_results(value)  # (7,)
         """
-        return local_results(self._group, value)
+        return local_results(value)
 
     def unwrap(self, value: Nest) -> tuple[Nest, ...]:
         """Return the local components; see `experimental_local_results`."""

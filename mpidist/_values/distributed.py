@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -15,10 +15,13 @@ from mpidist._base.types import HostArray, Nest, Own
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
-from mpidist._runtime.registry import Components, Key, Registry
+from mpidist._runtime.registry import Components, Key, Registered, Registry
 from mpidist._values.array_like import BINARY_NAMES, ArrayLike
 
 _C = TypeVar("_C", bound=Components)
+Seen: TypeAlias = tuple[ReplicaGroup | None, Any]
+"""What code sees of a value: None and all components; or, where some are on other
+ranks, the group that gathers them, and this rank's."""
 
 
 class DistributedValues(Components, Generic[Own]):
@@ -69,12 +72,14 @@ class DistributedValues(Components, Generic[Own]):
         that they are read there communicates: it gathers them from their ranks. With a
         `mpidist.MirroredStrategy` every reading gathers all: all ranks read them.
         """
-        coordinator = context.current().coordinator
-        if coordinator is not None and self._all is None:
-            coordinator.fetch([self])
-        if self._all is not None and (coordinator is not None or self._key is None):
-            return self._all
-        return visible(self._home, self._own)
+        return components_of([self])[0]
+
+    def _seen(self, frame: context.Frame) -> Seen:
+        if self._all is not None and (frame.coordinator or self._key is None):
+            return None, self._all
+        if sees_all(self._home, frame):
+            return self._home.group, self._own
+        return None, (self._own,)
 
     def _as_component(self) -> Nest:
         return self._own
@@ -101,19 +106,37 @@ def readers(home: Registry) -> ReplicaGroup | None:
     return home.group if home.shows_all else None
 
 
-def is_away(value: DistributedValues, home: Registry) -> bool:
-    """Return whether a value is of a registry, and some components are elsewhere."""
-    return value._home is home and (value._all is None or value._key is not None)
+def sees_all(home: Registry, frame: context.Frame) -> bool:
+    """Return whether code sees what other ranks have of values that differ."""
+    in_update = frame.level is context.Level.UPDATE
+    return frame.coordinator is not None or (home.shows_all and not in_update)
 
 
-def visible(home: Registry, own: Nest) -> tuple[Nest, ...]:
-    """Return what a program sees of the component of each rank, outside of merge_fn.
+def components_of(leaves: list[Nest]) -> list[tuple[Nest, ...]]:
+    """Return the components of each leaf that this code can see, in replica order.
 
-    Its own; those of all ranks, which is collective, if the registry shows all.
+    Those on other ranks are gathered by one call: in merge_fn to rank 0; where a
+    registry shows all, to all ranks, which is collective.
     """
-    if not home.shows_all or context.current().level is context.Level.UPDATE:
-        return (own,)
-    return tuple(x for (x,) in home.group.collectives.collect_on_all([own], "values"))
+    frame = context.current()
+    columns: list[Any] = []
+    away: dict[ReplicaGroup, list[int]] = {}
+    for i, x in enumerate(leaves):
+        group, seen = x._seen(frame) if isinstance(x, Registered) else (None, (x,))
+        columns.append(seen)
+        if group is not None:
+            away.setdefault(group, []).append(i)
+    for group, places in away.items():
+        if frame.coordinator is not None:
+            found = frame.coordinator.fetch([leaves[i] for i in places])
+        else:
+            n, own = len(places), [columns[i] for i in places]
+            call = f"experimental_local_results of {n} values" if n > 1 else "values"
+            rows = group.collectives.collect_on_all(own, call)
+            found = [*zip(*rows, strict=True)]
+        for i, column in zip(places, found, strict=True):
+            columns[i] = column
+    return columns
 
 
 @explain_attributes
@@ -233,6 +256,9 @@ class Mirrored(DistributedValues[Any], ArrayLike):
         if self._home.shows_all or context.current().coordinator is not None:
             return (self.value(),) * self._num_replicas
         return (self.value(),)
+
+    def _seen(self, frame: context.Frame) -> Seen:
+        return None, self.values
 
     def __repr__(self) -> str:
         return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"

@@ -24,7 +24,13 @@ from mpidist._runtime.registry import Registered, home_of, key_of
 from mpidist._values.arguments import Attributes, check_attributes, initial_array
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import by_creators
-from mpidist._values.distributed import Mirrored, readers, visible
+from mpidist._values.distributed import (
+    Mirrored,
+    Seen,
+    components_of,
+    readers,
+    sees_all,
+)
 from mpidist._values.storage import (
     DividedStorage,
     OnReadStorage,
@@ -203,20 +209,16 @@ class Variable(ArrayLike, Registered):
         There, and only there, reading ``values`` of an ON_READ variable communicates:
         it gathers the copies from their ranks.
         """
-        coordinator = context.current().coordinator
+        return components_of([self])[0]
+
+    def _seen(self, frame: context.Frame) -> Seen:
         storage = self._storage
-        home = storage.group.registry
-        if coordinator is None and not home.shows_all:
-            return (storage.view,)
-        if not (storage.on_read and storage.group.is_mpi):
-            return (storage.view,) * storage.group.num_replicas
-        if coordinator is None:
-            return visible(home, storage.view)
-        (column,) = coordinator.command("collect", ([self],))
-        for x in column[1:]:
-            if not backend.is_device_array(x):
-                x.flags.writeable = False
-        return (storage.view, *column[1:])
+        group, view = storage.group, storage.view
+        if storage.on_read and group.is_mpi:
+            several = sees_all(group.registry, frame)
+            return (group, view) if several else (None, (view,))
+        several = frame.coordinator is not None or group.registry.shows_all
+        return None, (view,) * (group.num_replicas if several else 1)
 
     def ref(self) -> Reference:
         """Return a key for dicts and sets, whose ``deref()`` is this variable.
