@@ -1,8 +1,10 @@
 """Functions that commands carry: what is sent, and what each rank has."""
 
+import collections as module
 import functools
 import math
 import pickle
+import sys
 import types
 
 import numpy as np
@@ -57,34 +59,44 @@ HALF = 0.5
 counter = 0
 
 
-def test_what_closes_over_nothing():
+class Held:
+    def __init__(self):
+        self.value = 1
+
+    def method(self):
+        return self.value
+
+
+held = Held()
+
+
+def test_what_is_sent_of_a_function():
+    """Of one of a module its name; of others the code, names and attributes."""
+
     def difference(v, o):
+        """Subtract."""
         return v - np.float32(0.5) * o
 
-    here = travel(difference)
-    assert here is not difference
-    assert here(3.0, 2.0) == 2.0
-    assert here.__module__ == __name__
-    assert here.__qualname__.endswith("<locals>.difference")
+    difference.calls = 3
+    there = travel(difference)
+    assert there is not difference
+    assert (there(3.0, 2.0), there.calls, there.__doc__) == (2.0, 3, "Subtract.")
+    assert there.__module__ == __name__
+    assert there.__qualname__.endswith("<locals>.difference")
 
+    @functools.wraps(difference)
+    def wrapper(x):
+        return difference(x, 2.0) + 1
 
-def test_a_function_of_a_module_is_named():
+    there = travel(wrapper)
+    assert (there.__name__, there(3.0)) == ("difference", 3.0)
+    assert there.__wrapped__(3.0, 2.0) == 2.0
     for function in (made_by, np.linalg.norm, math.sqrt, Wire.send):
         assert travel(function) is function
     assert Wire().references(made_by) == [("global", __name__, "made_by")]
 
 
-def test_builtins_nested_functions_and_generators():
-    def outer(values):
-        def inner(x):
-            return math.sqrt(x) + len(values)
-
-        yield from sorted(inner(x) for x in values)
-
-    assert list(travel(outer)([4.0, 1.0])) == [3.0, 4.0]
-
-
-def test_globals_are_those_of_the_module():
+def test_globals_are_those_of_the_module(monkeypatch):
     """Whatever the code does with them."""
 
     def evaluates(x):
@@ -100,34 +112,54 @@ def test_globals_are_those_of_the_module():
         counter += 1
         return counter
 
-    class Local:
-        factor = HALF
+    class Base:
+        def value(self):
+            return HALF
 
+    class Derived(Base):
         def __init__(self):
             super().__init__()
+
+        def value(self):
+            return super().value() + 1
 
     assert travel(evaluates)([1, 2]) == 3.5
     assert travel(imports)(16.0) == 2.0
     before = counter
     assert travel(writes)() == before + 1 == counter
-    assert travel(lambda: Local().factor + held.value)() == 1.5
+    assert travel(lambda: Derived().value() + held.value)() == 2.5
     for function in (evaluates, imports, writes):
         assert travel(function).__globals__ is globals()
         assert [kind for kind, *_ in Wire().references(function)] == ["function"]
+    module = types.ModuleType("a-script.py")  # of any name
+    exec("number = 5\ndef make(): return lambda: number\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, "a-script.py", module)
+    assert travel(module.make()).__globals__ is module.__dict__
+    assert travel(module.make())() == 5
 
 
-def test_numbers_strings_and_arrays_that_it_closes_over():
-    rate, name, weights, small = 0.25, "w", np.arange(30.0), np.float32(0.1)
+def test_globals_that_are_no_module():
+    """Copied with each call, as far as the code mentions them; merge_fn's are not.
 
-    def scale(x, times=2, *, plus=1):
-        return {name: x * rate * times + plus + weights[:3] + small - small}
+    Of a program that `exec` runs each rank has globals of its own.
+    """
+    function = made_by("def f(x): return m.sqrt(x) * k", m=math, k=2.0)
+    wire = Wire()
+    assert wire.send(function)(4.0) == 4.0
+    function.__globals__["k"] = 3.0
+    assert wire.send(function)(4.0) == 6.0
+    assert travel(made_by("def f(n): return 1 if n < 2 else n * f(n - 1)"))(4) == 24
+    text = "def f():\n    return lambda: eval('number')\n"
+    here, there = made_by(text, number=1), made_by(text, number=2)
+    names = [Names(f) for f in (here, there)]
+    assert Wire(*names).send(here())() == 2
 
-    (key, value), *_ = travel(scale)(np.ones(3)).items()
-    assert key == "w"
-    np.testing.assert_array_equal(value, [1.5, 2.5, 3.5])
-    got = travel(lambda: small)()
-    assert type(got) is np.float32
-    assert got == small
+
+def test_a_module_that_is_not_there():
+    with pytest.raises(AttributeError, match="not defined in the program"):
+        object_parts.lookup("__main__", "nothing_there")
+    with pytest.raises(ModuleNotFoundError):
+        object_parts.lookup("no_such_module_at_all", "x")
 
 
 def test_each_time_as_it_is_now():
@@ -153,30 +185,32 @@ def test_each_time_as_it_is_now():
     assert wire.send(function).mark == 5
 
 
-def test_a_closure_that_counts_starts_anew():
-    count = 0
-
-    def counting():
-        nonlocal count
-        count += 1
-        return count
-
-    assert counting() == 1
-    assert [travel(counting)() for _ in range(2)] == [2, 2]
+# --- what it closes over --------------------------------------------------------------
 
 
-class Held:
-    def __init__(self):
-        self.value = 1
+def test_numbers_strings_and_arrays():
+    rate, name, weights, small = 0.25, "w", np.arange(30.0), np.float32(0.1)
 
-    def method(self):
-        return self.value
+    def scale(x, times=2, *, plus=1):
+        return {name: x * rate * times + plus + weights[:3] + small - small}
+
+    (key, value), *_ = travel(scale)(np.ones(3)).items()
+    assert key == "w"
+    np.testing.assert_array_equal(value, [1.5, 2.5, 3.5])
+    got = travel(lambda: small)()
+    assert type(got) is np.float32
+    assert got == small
 
 
-held = Held()
+def test_functions():
+    """Nested ones, generators, itself, and two that refer to each other."""
 
+    def outer(values):
+        def inner(x):
+            return math.sqrt(x) + len(values)
 
-def test_functions_that_refer_to_themselves_and_to_each_other():
+        yield from sorted(inner(x) for x in values)
+
     def factorial(n):
         return 1 if n < 2 else n * factorial(n - 1)
 
@@ -186,13 +220,15 @@ def test_functions_that_refer_to_themselves_and_to_each_other():
     def odd(n):
         return n != 0 and even(n - 1)
 
+    assert list(travel(outer)([4.0, 1.0])) == [3.0, 4.0]
     assert travel(factorial)(5) == 120
     assert travel(even)(4)
     assert not travel(even)(5)
 
 
-def test_a_list_that_two_functions_share_stays_one():
-    log = []
+def test_what_is_there_twice_stays_one():
+    log, count = [], 0
+    function, x = (lambda: 3), np.ones(3)
 
     def add(x):
         log.append(x)
@@ -201,16 +237,19 @@ def test_a_list_that_two_functions_share_stays_one():
         add(x)
         return log
 
-    assert travel(both)(3) == [3]
-    assert log == []
+    def counting():
+        nonlocal count
+        count += 1
+        return count
 
-
-def test_what_is_passed_twice_stays_one():
-    function, x = (lambda: 3), np.ones(3)
     one, other, a, b = Wire().send((function, function, x, x))
     assert one is other
     assert a is b
     assert (one(), a.tolist()) == (3, [1.0] * 3)
+    assert travel(both)(3) == [3]
+    assert log == []
+    assert counting() == 1
+    assert [travel(counting)() for _ in range(2)] == [2, 2]  # each time anew
 
 
 def test_an_empty_cell():
@@ -226,33 +265,12 @@ def test_an_empty_cell():
         travel(make())()
 
 
-def test_attributes_names_and_wrappers():
-    def function(x):
-        """Count."""
-        return x
-
-    function.calls = 3
-    there = travel(function)
-    assert (there.calls, there(1), there.__doc__) == (3, 1, "Count.")
-
-    @functools.wraps(function)
-    def wrapper(x):
-        return function(x) + 1
-
-    there = travel(wrapper)
-    assert (there.__name__, there.__wrapped__(1), there(1)) == ("function", 1, 2)
-
-
-def test_objects_methods_and_partials():
+def test_objects_methods_partials_modules_and_classes():
     mine = Held()
     assert travel(lambda: mine.value)() == 1
     assert travel(lambda f=mine.method: f())() == 1
     assert travel(mine.method)() == 1
     assert travel(functools.partial(lambda a, b: a - b, 5))(b=3) == 2
-
-
-def test_modules_classes_and_partials_in_functions():
-    import collections as module
 
     def function(x, kind=Held):
         return module.Counter(x), kind
@@ -266,7 +284,7 @@ def test_modules_classes_and_partials_in_functions():
     assert travel(lambda: module)() is module
 
 
-def test_arrays_that_functions_close_over():
+def test_arrays():
     """Short ones are in the command, in any layout; the others are sent after it."""
     arrays = [
         np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1),
@@ -282,51 +300,3 @@ def test_arrays_that_functions_close_over():
         np.testing.assert_array_equal(got, array)
         assert got.flags.writeable
         assert wire.content[2] == (array.nbytes > commands.MOST_INLINE_BYTES)
-
-
-def test_a_class_of_a_function():
-    class Base:
-        def value(self):
-            return HALF
-
-    class Derived(Base):
-        def value(self):
-            return super().value() + 1
-
-    assert travel(lambda: Derived().value())() == 1.5
-
-
-def test_globals_that_are_no_module():
-    """Copied with each call, as far as the code mentions them."""
-    names = {"m": math, "k": 2.0}
-    function = made_by("def f(x): return m.sqrt(x) * k", **names)
-    wire = Wire()
-    assert wire.send(function)(4.0) == 4.0
-    function.__globals__["k"] = 3.0
-    assert wire.send(function)(4.0) == 6.0
-    assert travel(made_by("def f(n): return 1 if n < 2 else n * f(n - 1)"))(4) == 24
-
-
-def test_globals_of_merge_fn_that_are_no_module():
-    """A program that `exec` runs: each rank has globals of its own."""
-    text = "def f():\n    return lambda: eval('number')\n"
-    here, there = made_by(text, number=1), made_by(text, number=2)
-    names = [Names(f) for f in (here, there)]
-    assert Wire(*names).send(here())() == 2
-
-
-def test_modules_by_any_name(monkeypatch):
-    import sys
-
-    module = types.ModuleType("a-script.py")
-    exec("number = 5\ndef make(): return lambda: number\n", module.__dict__)
-    monkeypatch.setitem(sys.modules, "a-script.py", module)
-    assert travel(module.make()).__globals__ is module.__dict__
-    assert travel(module.make())() == 5
-
-
-def test_a_module_that_is_not_there():
-    with pytest.raises(AttributeError, match="not defined in the program"):
-        object_parts.lookup("__main__", "nothing_there")
-    with pytest.raises(ModuleNotFoundError):
-        object_parts.lookup("no_such_module_at_all", "x")
