@@ -902,27 +902,49 @@ def test_a_function_that_does_not_arrive(new_strategy, verb):
 # --- without the guard ----------------------------------------------------------------
 
 
-def test_merge_call_without_the_guard(new_strategy, rank, size):
+def test_without_the_guard(new_strategy, rank, size):
     """The same results, with nothing checked."""
     strategy = new_strategy(guard=False)
-    v = make(strategy, np.zeros(20))
+    v, w = make(strategy, np.zeros(20)), make(strategy, np.zeros(3))
+    counter = Box(0)  # each rank's own
+
+    def count(v):
+        counter.value += 1
+        v.assign_add(np.ones(3))
 
     def merge_fn(distribution, x, text):
+        update = distribution.extended.update
         reduced = distribution.extended.reduce_to("SUM", x, v)
-        distribution.extended.update(v, lambda v, g: v.assign_add(g), args=(reduced,))
-        texts = [*distribution.experimental_local_results(text)]
+        for k in range(60):
+            update(v, lambda v, g, b: v.assign_add(g), args=(reduced, bytes(10 * k)))
+        update(w, count)
+        lock = threading.Lock()
+        if size > 1:
+            with pytest.raises(TypeError, match="update"):
+                update(w, lambda w: lock and count(w))
         made = mpidist.PerReplica([np.full(10, i) for i in range(size)])
-        total = distribution.run(
-            lambda x: mpidist.get_replica_context().all_reduce("SUM", x), args=(made,)
-        )
-        return texts, made, total
+        total = distribution.run(lambda x: context().all_reduce("SUM", x), args=(made,))
+        return [*distribution.experimental_local_results(text)], made, total
+
+    def fail_on_last(v):
+        if this_replica() == size - 1:
+            raise ArithmeticError
+
+    def failing(distribution):
+        distribution.extended.update(w, fail_on_last)
+        for _ in range(60):
+            distribution.extended.update(w, count)
 
     texts, made, total = merge(strategy, merge_fn, np.full(20, rank + 1), f"t{rank}")
     assert texts == [f"t{i}" for i in range(size)]
     np.testing.assert_array_equal(made, np.full(10, rank))
     np.testing.assert_array_equal(total, np.full(10, size * (size - 1) // 2))
-    assert_mirrored(strategy, v, np.full(20, size * (size + 1) // 2))
+    assert_mirrored(strategy, v, np.full(20, 60.0 * (size * (size + 1) // 2)))
+    assert_mirrored(strategy, w, np.ones(3))
+    assert everywhere(counter.value) == [1] * size
     raises_everywhere(
         KeyError, lambda: merge(strategy, raising(KeyError("on purpose")), 1.0)
     )
     assert_usable(strategy)
+    rows = outcomes(lambda: merge(strategy, failing))
+    assert [row.name for row in rows] == ["NoneType"] * (size - 1) + ["ArithmeticError"]

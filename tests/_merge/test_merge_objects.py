@@ -438,30 +438,6 @@ def test_what_an_update_refers_to_that_a_rank_has_dropped(strategy, rank, size):
     assert_usable(strategy)
 
 
-def test_without_the_guard(new_strategy, rank, size):
-    strategy = new_strategy(guard=False)
-    v = make(strategy, np.zeros(2), name="v")
-    slotted = Slotted(v)
-
-    def merge_fn(distribution, x):
-        distribution.extended.update(v, lambda v: slotted.add(v))
-        lock = threading.Lock()
-        with pytest.raises(TypeError, match="update"):
-            distribution.extended.update(v, lambda v: lock and slotted.add(v))
-        return "done"
-
-    def alone(distribution, x):
-        lock = threading.Lock()
-        distribution.extended.update(v, lambda v: lock and slotted.add(v))
-        return "done"
-
-    for _ in range(STEPS):
-        fn = merge_fn if size > 1 else alone
-        assert merge(strategy, fn, "text") == "done"
-    assert_mirrored(strategy, v, [STEPS, STEPS])
-    assert same_everywhere(slotted.count) == STEPS
-
-
 # --- what cannot be sent, and not be compared ----------------------------------------
 
 

@@ -494,32 +494,6 @@ def test_variables_that_rank_0_has_dropped_are_dropped_in_spite_of_an_error(stra
     assert_usable(strategy)
 
 
-def test_without_the_guard(new_strategy):
-    strategy = new_strategy(guard=False)
-    size = strategy.num_replicas_in_sync
-    v = make(strategy, np.zeros(3), name="v")
-
-    def merge_fn(distribution, x):
-        total = distribution.extended.reduce_to("SUM", x, v)
-        for k in range(60):
-            distribution.extended.update(
-                v, lambda v, t, b: v.assign_add(t), args=(total, bytes(10 * k))
-            )
-        return "done"
-
-    merge(strategy, merge_fn, np.ones(3))
-    assert_mirrored(strategy, v, [60.0 * size] * 3)
-
-    def failing(distribution):
-        distribution.extended.update(v, fail_on_last)
-        for _ in range(60):
-            distribution.extended.update(v, add_one)
-
-    rows = run_merge(strategy, failing)
-    others = ["NoneType"] * (size - 1)
-    assert names_of(rows) == [*others, "ArithmeticError"]
-
-
 def test_a_variable_that_some_rank_drops_before_the_end_is_made_equal_too(
     new_strategy, rank, size
 ):

@@ -368,41 +368,31 @@ def test_a_mirrored_strategy_shows_the_values_of_all_replicas(strategy, rank, si
             lambda: results["i"].values if rank else mirrored.run(lambda: 0),
             "values",
         )
-    own = strategy.run(lambda: rank)  # of an MPIStrategy
-    assert strategy.experimental_local_results(own) == own.values == (rank,)
-    mirrored.close()
 
-
-def test_the_values_of_a_nest_are_gathered_together(rank, size):
-    mirrored = mpidist.MirroredStrategy()
-    with mirrored.scope():
-        written = mpidist.Variable(2.0)
-        read = mpidist.Variable(1.0, synchronization="ON_READ", aggregation="SUM")
-    results = mirrored.run(lambda: {f"leaf {k}": this_replica() + k for k in range(9)})
-    total = mirrored.extended.reduce_to("SUM", results["leaf 0"], destinations=written)
-    nest = {**results, "read": read, "written": written, "total": total, "same": 3.0}
-
+    # Those of a nest are gathered by one call.
     def calls_of(value):
         before = mirrored.communication_statistics().calls
-        rows = mirrored.experimental_local_results(value)
+        rows = local(value)
         calls = mirrored.communication_statistics().calls
         return rows, {x: n - before.get(x, 0) for x, n in calls.items()}
 
+    leaves = mirrored.run(lambda: {f"leaf {k}": this_replica() + k for k in range(9)})
+    nest = {**leaves, "read": read, "written": written, "total": total, "same": 3.0}
     rows, calls = calls_of(nest)
-    assert calls == calls_of(results["leaf 0"])[1]
+    assert calls == calls_of(leaves["leaf 0"])[1]
     assert len(rows) == size
     for i, row in enumerate(rows):
         assert [row[f"leaf {k}"] for k in range(9)] == [i + k for k in range(9)]
-        assert (float(row["read"]), float(row["written"])) == (1.0, 2.0)
-        assert float(row["total"]) == sum(range(size))
-        assert row["same"] == 3.0
+        seen = float(row["read"]), float(row["written"]), float(row["total"])
+        assert (*seen, row["same"]) == (i, 0.0, sum(n), 3.0)
     if size > 1:
-        some = list(results.values())[rank:]
         raises_everywhere(
             mpidist.CollectiveMismatchError,
-            lambda: mirrored.experimental_local_results(some),
+            lambda: local([*leaves.values()][rank:]),
             "experimental_local_results of 9 values",
         )
+    own = strategy.run(lambda: rank)  # of an MPIStrategy
+    assert strategy.experimental_local_results(own) == own.values == (rank,)
     mirrored.close()
 
 

@@ -55,73 +55,57 @@ def slices(pair):
 @pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST], ids=lambda a: a.name)
 @pytest.mark.parametrize("how", OPERATIONS)
 def test_each_operation_in_each_context(strategy, rank, size, how, aggregation):
+    """One row, the same on all replicas: programs of tests/conformance."""
     every = [rows_of(i) for i in range(size)]
     first = reference(how, INITIAL, *every[0])
-    name = f"scatter_{how}"
 
-    def fresh():
-        return make(strategy, INITIAL, aggregation=aggregation, name="rows")
+    def scatter(v, rows=every[0]):
+        assert getattr(v, f"scatter_{how}")(slices(rows)) is v
 
-    def in_a_replica(v):
-        strategy.run(lambda: getattr(v, name)(slices(rows_of(rank))))
+    def update(v):
+        strategy.extended.update(v, lambda v, x: scatter(v, x) and None, (every[0],))
 
-    def at_program_level(v):
-        assert getattr(v, name)(slices(every[0])) is v
-
-    def mirrored(v):
-        value = strategy.run(lambda: slices(rows_of(0)))
-        mean = strategy.extended.reduce_to("MEAN", value, v)
-        assert isinstance(mean, mpidist.Mirrored)
-        # n times the rows of one: what a single one does is tested below.
-        getattr(v, name)(mean)
-
-    def in_merge_fn(v):
-        merge(strategy, lambda s: (getattr(v, name)(slices(every[0])), None)[1])
-
-    def in_update(v):
-        with strategy.scope():
-            strategy.extended.update(
-                v, lambda v, x: (getattr(v, name)(x), None)[1], (slices(every[0]),)
-            )
-
-    if how in ("min", "max", "update") and aggregation in (SUM, MEAN):
-        for write in (in_a_replica, at_program_level, in_merge_fn):
-            v = fresh()
-            raises_everywhere(
-                NotImplementedError,
-                lambda write=write, v=v: write(v),
-                "'rows'",
-                "ONLY_FIRST_REPLICA",
-            )
+    refused = how in ("min", "max", "update") and aggregation in (SUM, MEAN)
+    for write in (
+        scatter,
+        lambda v: merge(strategy, lambda s: scatter(v)),
+        update,
+        lambda v: strategy.run(lambda: scatter(v, every[0])),
+    )[: 3 if aggregation in (SUM, MEAN) else 4]:
+        v = make(strategy, INITIAL, aggregation=aggregation, name="rows")
+        if refused and write is not update:
+            parts = "'rows'", "ONLY_FIRST_REPLICA"
+            raises_everywhere(NotImplementedError, lambda w=write, v=v: w(v), *parts)
             assert_mirrored(strategy, v, INITIAL)
-        return
-    for write in (at_program_level, in_merge_fn, in_update):
-        v = fresh()
-        write(v)
-        assert_mirrored(strategy, v, first)
-    v = fresh()
-    if aggregation is NONE and size > 1:
-        raises_everywhere(
-            ValueError,
-            lambda: in_a_replica(v),
-            "You must specify an aggregation method",
-        )
-        assert_mirrored(strategy, v, INITIAL)
-        return
-    in_a_replica(v)
-    if aggregation is FIRST:
-        assert_mirrored(strategy, v, first)
-        return
-    scale = size if aggregation is MEAN else 1
-    values = np.concatenate([x for x, _ in every]) / scale
-    indices = np.concatenate([i for _, i in every])
+        elif not refused:
+            write(v)
+            assert_mirrored(strategy, v, first)
+
+
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST], ids=lambda a: a.name)
+@pytest.mark.parametrize("how", ["add", "sub", "mul", "div"])
+def test_rows_of_each_replica_are_combined(strategy, rank, size, how, aggregation):
+    every = [rows_of(i) for i in range(size)]
+    v = make(strategy, INITIAL, aggregation=aggregation)
+    strategy.run(lambda: getattr(v, f"scatter_{how}")(slices(every[rank])))
+    chosen = every[:1] if aggregation is FIRST else every
+    values = np.concatenate([x for x, _ in chosen])
+    values /= size if aggregation is MEAN else 1
+    indices = np.concatenate([i for _, i in chosen])
     mpidist.check_in_sync(v)
     np.testing.assert_allclose(v, reference(how, INITIAL, values, indices), rtol=1e-14)
-    if how == "add":
-        v = fresh()
-        mirrored(v)
-        mpidist.check_in_sync(v)
-        np.testing.assert_allclose(v, first, rtol=1e-14)
+
+
+def test_a_mirrored_of_rows(strategy):
+    """It is n times the rows of one, each divided by n."""
+    v = make(strategy, INITIAL)
+    value = strategy.run(lambda: slices(rows_of(0)))
+    mean = strategy.extended.reduce_to("MEAN", value, v)
+    assert isinstance(mean, mpidist.Mirrored)
+    v.scatter_add(mean)
+    mpidist.check_in_sync(v)
+    expected = reference("add", INITIAL, *rows_of(0))
+    np.testing.assert_allclose(v, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize(
