@@ -354,9 +354,10 @@ class StrategyExtended:
             A list with the result of `reduce_to` for each pair, in order.
         """
         options = _one_of("batch_reduce_to", options, experimental_hints)
-        if isinstance(value_destination_pairs, Iterator):
-            value_destination_pairs = list(value_destination_pairs)
         pairs = value_destination_pairs
+        if not isinstance(pairs, (list, tuple)) and isinstance(pairs, Iterable):
+            with dispatch.checking(self._group, "batch_reduce_to"):
+                pairs = list(pairs)
         return self._reduce_pairs(reduce_op, pairs, options, "batch_reduce_to")
 
     def _reduce_pairs(

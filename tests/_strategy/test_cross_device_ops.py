@@ -146,30 +146,28 @@ def test_all_operations_by_an_accumulation_function(strategy, strategy_with):
         assert set(called) <= {mine.num_replicas_in_sync}
 
 
-def test_what_goes_through_it(strategy_with, rank):
+def test_what_goes_through_it(strategy_with, size):
     ops = Recording()
     strategy = strategy_with(ops)
-    v = make(strategy, 0.0)
+    v = make(strategy, 0.0, aggregation=SUM)
+    metric = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
     x = strategy.run(lambda: 1.0)
     options = mpidist.experimental.CommunicationOptions(bytes_per_pack=100)
-    extended = strategy.extended
+    run, extended = strategy.run, strategy.extended
     for call, expected in (
         (lambda: strategy.reduce("MAX", x, axis=None), [("reduce", "MAX", None)]),
         (
             lambda: extended.reduce_to("SUM", x, v, options),
             [("reduce", "SUM", options)],
         ),
-        (
-            lambda: extended.reduce_to("SUM", {"a": x, "b": x}, v),
-            [("batch", "SUM", 2)],
-        ),
+        (lambda: extended.reduce_to("SUM", {"a": x, "b": x}, v), [("batch", "SUM", 2)]),
         (
             lambda: extended.batch_reduce_to("MEAN", [(x, v)] * 3),
             [("batch", "MEAN", 3)],
         ),
         (lambda: extended.broadcast_to(np.ones(2), v), [("broadcast",)]),
         (
-            lambda: strategy.run(lambda: context().all_reduce("MIN", [1.0, 2.0])),
+            lambda: run(lambda: context().all_reduce("MIN", [1, 2])),
             [("batch", "MIN", 2)],
         ),
         (lambda: extended.reduce_to("MEAN", 3.0, v), []),
@@ -177,9 +175,14 @@ def test_what_goes_through_it(strategy_with, rank):
             lambda: merge(strategy, lambda s, y: s.reduce("SUM", y, axis=None), 1.0),
             [("reduce", "SUM", None)],
         ),
+        # Variables are aggregated by it.
+        (lambda: run(lambda: v.assign_add(1.0) and None), [("reduce", "SUM", None)]),
+        (lambda: run(lambda: metric.assign(2.0, read_value=False)), []),
+        (lambda: metric.value(), [("reduce", "SUM", None)]),
     ):
         call()
         assert ops.take() == expected  # on every rank
+    assert (float(v), float(metric)) == (size, 2.0 * size)
 
 
 def test_called_directly(strategy, rank, size):
@@ -476,22 +479,6 @@ def test_on_a_device(monkeypatch, strategy_with, ops):
     for root, device in enumerate(strategy.extended.worker_devices):
         result = strategy.extended.reduce_to("SUM", x, device)
         assert (result is None) == (rank != root)
-
-
-def test_variables_are_aggregated_by_it(strategy_with, size):
-    ops = Recording()
-    strategy = strategy_with(ops)
-    mirrored = make(strategy, np.zeros(3), aggregation=SUM)
-    metric = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
-
-    strategy.run(lambda: mirrored.assign_add(np.ones(3), read_value=False))
-    assert [call[:2] for call in ops.take()] == [("reduce", "SUM")]
-    np.testing.assert_array_equal(mirrored, np.full(3, float(size)))
-
-    strategy.run(lambda: metric.assign(2.0, read_value=False))
-    assert ops.take() == []
-    assert float(metric) == 2.0 * size
-    assert [call[:2] for call in ops.take()] == [("reduce", "SUM")]
 
 
 @pytest.mark.mpi(min_size=2)

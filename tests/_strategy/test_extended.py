@@ -233,6 +233,10 @@ def test_reduce_to_a_device_of_nests_and_in_batches(strategy, rank, size):
     assert mine == [rank == 0, rank == size - 1, rank == size - 1]
     np.testing.assert_array_equal(v, [0.0, 0.0])
     assert strategy.extended.batch_reduce_to("SUM", []) == []
+    of_dict = {"v": (value["a"], v)}.values()  # any iterable
+    np.testing.assert_array_equal(
+        strategy.extended.batch_reduce_to("SUM", of_dict)[0], [total] * 2
+    )
 
     def merge_fn(distribution, x):
         both = distribution.extended.batch_reduce_to(
@@ -323,6 +327,8 @@ def test_other_wrong_arguments(strategy, rank, in_cross_replica):
         (ValueError, lambda s, x: s.extended.reduce_to(FIRST, x, x)),
         (ValueError, lambda s, x: s.extended.batch_reduce_to("SUM", [x])),
         (ValueError, lambda s, x: s.extended.batch_reduce_to("SUM", [(x, x, x)])),
+        (ValueError, lambda s, x: s.extended.batch_reduce_to("SUM", 3)),
+        (TypeError, lambda s, x: s.extended.batch_reduce_to("SUM", x)),
         (
             TypeError,
             lambda s, x: s.extended.reduce_to(
