@@ -225,10 +225,9 @@ def test_called_directly(strategy, rank, size):
         mpidist.CrossDeviceOps().reduce("SUM", x, v)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_in_merge_fn_it_is_not_called_directly(strategy):
     """There rank 0 is alone: an error, and no hang."""
-    if strategy.num_replicas_in_sync == 1:
-        return
     ops = mpidist.CollectiveAllReduce()
     raises_everywhere(
         RuntimeError,

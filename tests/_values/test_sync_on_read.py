@@ -448,22 +448,6 @@ def test_an_update_that_would_let_the_copies_diverge(strategy, rank, size, metri
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_update_in_merge_fn_that_would_let_the_copies_diverge(
-    strategy, rank, metric
-):
-    v = make(strategy, 0.0)
-    on_read = metric()
-
-    def merge_fn(distribution):
-        distribution.extended.update(v, lambda v: v.assign(on_read))
-
-    raises_everywhere(
-        mpidist.CollectiveMismatchError, lambda: merge(strategy, merge_fn)
-    )
-    mpidist.check_in_sync(v)
-
-
-@pytest.mark.mpi(min_size=2)
 def test_a_mirrored_of_components_that_differ(strategy, size):
     v = make(strategy, 0.0)
 

@@ -406,21 +406,6 @@ def test_assigning_its_own_views(strategy, v, x):
 # --- the copies stay equal ------------------------------------------------------------
 
 
-def test_many_updates_keep_the_copies_equal(strategy, rank, size):
-    """Sums of numbers of very different size, in an order that MPI chooses."""
-    v = make(strategy, np.zeros(1001, np.float32), aggregation=MEAN)
-    w = make(strategy, np.zeros(1001, np.float16), aggregation=SUM)
-    random = np.random.default_rng(rank)
-    for _ in range(5):
-        x = (random.normal(size=1001) * 10.0 ** random.integers(-6, 3, 1001)).astype(
-            np.float32
-        )
-        strategy.run(lambda x: (v.assign_add(x), w.assign_sub(x * 1e-3))[:0], args=(x,))
-    assert_mirrored(strategy, v, v.numpy())
-    assert_mirrored(strategy, w, w.numpy())
-    assert np.isfinite(v).all()
-
-
 @pytest.mark.parametrize("initial", [1.0, np.ones(20000), np.float32([[1.0]])], ids=str)
 def test_without_an_aggregation_replicas_write_equal_values(
     strategy, rank, size, initial
