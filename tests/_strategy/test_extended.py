@@ -7,13 +7,13 @@ from replicas import (
     MEAN,
     ON_READ,
     SUM,
-    assert_mirrored,
     context,
     make,
     merge,
     outcomes,
     own,
     raises_everywhere,
+    this_replica,
 )
 
 import mpidist
@@ -49,20 +49,15 @@ def calls_of(strategy, name):
 
 
 def test_attributes(strategy, rank, size):
-    def check(distribution):
-        extended = distribution.extended
-        assert len(extended.worker_devices) == size
-        assert extended.parameter_devices == extended.worker_devices
-        assert extended.non_slot_devices([]) == extended.worker_devices
-        assert extended.experimental_between_graph is True
-        assert extended.experimental_require_static_shapes is False
-        assert extended.experimental_should_init is True
-
-    check(strategy)
-    merge(strategy, check)
-    strategy.run(lambda: check(strategy))
-    assert strategy.extended.should_checkpoint is (rank == 0)
-    assert strategy.extended.should_save_summary is (rank == 0)
+    extended = strategy.extended
+    assert len(extended.worker_devices) == size
+    assert extended.parameter_devices == extended.worker_devices
+    assert extended.non_slot_devices([]) == extended.worker_devices
+    assert extended.experimental_between_graph is True
+    assert extended.experimental_require_static_shapes is False
+    assert extended.experimental_should_init is True
+    assert extended.should_checkpoint is (rank == 0)
+    assert extended.should_save_summary is (rank == 0)
     default = mpidist.get_strategy().extended
     assert default.worker_devices == ("/rank:0/device:CPU:0",)
     assert default.experimental_between_graph is False
@@ -73,21 +68,17 @@ def test_get_cross_replica_context(strategy):
     assert mpidist.get_cross_replica_context() is None  # outside: a replica of one
     with strategy.scope():
         assert mpidist.get_cross_replica_context() is strategy
-        strategy.extended.update(
-            make(strategy, 1.0), lambda v: is_cross_replica(strategy)
-        )
-    merge(strategy, lambda s: is_cross_replica(s))
-
-    def replica_fn():
-        assert mpidist.get_cross_replica_context() is None
-        assert mpidist.get_replica_context() is not None
-
-    strategy.run(replica_fn)
+    v = make(strategy, 1.0)
+    seen = strategy.extended.update(v, lambda v: contexts(), group=False)
+    assert seen == ((strategy,), (None,))
+    assert own(strategy, merge(strategy, lambda s: contexts() == (s, None)))
+    none, replica_context = strategy.run(contexts)
+    assert none is None
+    assert replica_context is not None
 
 
-def is_cross_replica(strategy):
-    assert mpidist.get_cross_replica_context() is strategy
-    assert mpidist.get_replica_context() is None
+def contexts():
+    return mpidist.get_cross_replica_context(), mpidist.get_replica_context()
 
 
 def test_cluster_resolver(strategy, rank, size):
@@ -477,41 +468,32 @@ class Elements:
 
 
 @pytest.mark.parametrize("kind", [iter, Elements])
-def test_run_steps(strategy, rank, size, in_cross_replica, kind):
-    seen = make(strategy, 0.0, aggregation=SUM)
+def test_run_steps(size, in_cross_replica, kind):
+    """More: programs of tests/conformance."""
 
     def step(ctx, x):
-        assert mpidist.get_cross_replica_context() is mpidist.get_strategy()
         distribution = mpidist.get_strategy()
-        loss = distribution.run(
-            lambda y: y * (context().replica_id_in_sync_group + 1), (x,)
-        )
+        assert mpidist.get_cross_replica_context() is distribution
+        loss = distribution.run(lambda y: y * (this_replica() + 1), (x,))
         ctx.set_last_step_output("sum", loss, "SUM")
-        ctx.set_last_step_output("mean", loss, mpidist.ReduceOp.MEAN)
         ctx.set_last_step_output("kept", loss)
         ctx.set_non_tensor_output("text", f"step {x}")
-        seen.assign_add(x)
 
     def fn(distribution, x):
-        ctx = distribution.extended.experimental_run_steps_on_iterator(
-            step, kind([1.0, 2.0, 4.0, 100.0]), iterations=3
-        )
+        run_steps = distribution.extended.experimental_run_steps_on_iterator
+        ctx = run_steps(step, kind([1.0, 2.0, 4.0, 100.0]), 3)
         assert isinstance(ctx, mpidist.MultiStepContext)
-        total = 4.0 * size * (size + 1) / 2
-        assert ctx.last_step_outputs["sum"] == total
-        assert ctx.last_step_outputs["mean"] == total / size
+        assert ctx.last_step_outputs["sum"] == 2.0 * size * (size + 1)
         kept = distribution.experimental_local_results(ctx.last_step_outputs["kept"])
         assert kept[0] == 4.0 * (distribution.replica_id + 1)
         assert ctx.non_tensor_outputs == {"text": "step 4.0"}
         assert ctx.run_op is None
         assert "sum" in repr(ctx)
-        ctx = distribution.extended.experimental_run_steps_on_iterator(
-            lambda ctx, x: None, kind([1.0]), initial_loop_values={"loss": 0.5}
-        )
-        assert ctx.last_step_outputs == {"loss": 0.5}
+        one, values = kind([1.0]), {"loss": 0.5}
+        ctx = run_steps(lambda ctx, x: None, one, initial_loop_values=values)
+        assert ctx.last_step_outputs == values
 
     in_cross_replica(fn, 1.0)
-    assert_mirrored(strategy, seen, 7.0)
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "2"])
