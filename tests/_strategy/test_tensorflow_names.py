@@ -359,6 +359,7 @@ def test_a_mirrored_strategy_shows_the_values_of_all_replicas(strategy, rank, si
     update = functools.partial(mirrored.extended.update, written, group=False)
     assert update(lambda v: v.read_value() + rank) == tuple(float(i) for i in n)
     assert update(lambda _: "text") == ("text",)
+    assert update(lambda _: len(results["i"].values)) == (1,) * size
     dataset = mpidist.data.Dataset.range(2 * size).batch(2 * size)
     for batch in mirrored.experimental_distribute_dataset(dataset):
         assert [x.tolist() for x in batch.values] == [[2 * i, 2 * i + 1] for i in n]

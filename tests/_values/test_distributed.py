@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from replicas import context, mirrored_of, own
+from replicas import ON_READ, ON_WRITE, SUM, context, make, mirrored_of, own
 
 import mpidist
 
@@ -248,6 +248,30 @@ def test_a_replica_can_not_change_its_copy_of_a_mirrored_argument(strategy, rank
     with pytest.raises(ValueError, match="read-only"):
         strategy.run(step, args=(m,))
     np.testing.assert_array_equal(m, [1.0, 1.0])
+
+
+def test_whose_components_values_shows(strategy, rank, size):
+    """In merge_fn those of all replicas; elsewhere this one's, and what was made here."""
+    v, metric = (
+        make(strategy, np.zeros(300_000), synchronization=one, aggregation=SUM)
+        for one in (ON_WRITE, ON_READ)
+    )
+    plain = mpidist.Variable(1.0, synchronization=ON_READ)  # of this rank alone
+    with strategy.scope():
+        by_hand = mpidist.PerReplica([*range(size)])
+    kept = []
+
+    def merge_fn(distribution, x):
+        kept.append(mpidist.PerReplica([*range(size)]))
+        distribution.reduce("SUM", kept[0], axis=None)  # now all ranks have it
+        assert not any(copy.flags.writeable for copy in metric.values)
+        return [len(one.values) for one in (x, kept[0], v, metric, plain)]
+
+    numbers = strategy.run(lambda: context().merge_call(merge_fn, (1.0,)))
+    assert [own(strategy, n) for n in numbers] == [size] * 4 + [1]
+    assert [len(one.values) for one in (v, metric, plain)] == [1] * 3
+    assert by_hand.values == tuple(range(size))
+    assert [one.values for one in kept] == [(0,)][: len(kept)]
 
 
 @pytest.mark.mpi(min_size=2)
