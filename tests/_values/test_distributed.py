@@ -251,7 +251,7 @@ def test_a_replica_can_not_change_its_copy_of_a_mirrored_argument(strategy, rank
 
 
 def test_whose_components_values_shows(strategy, rank, size):
-    """In merge_fn those of all replicas; elsewhere this one's, and what was made here."""
+    """In merge_fn those of all; elsewhere this replica's, and what was made here."""
     v, metric = (
         make(strategy, np.zeros(300_000), synchronization=one, aggregation=SUM)
         for one in (ON_WRITE, ON_READ)
