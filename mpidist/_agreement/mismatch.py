@@ -122,9 +122,13 @@ class Report:
             if isinstance(error, SystemExit):
                 code, report.exits = error.code, True
                 if code is not None:
-                    report.exit_code = int(code) if isinstance(code, int) else str(code)
+                    report.exit_code = (
+                        int(code) if isinstance(code, int) else _text(code)
+                    )
                 if kind == "raised":  # in a section, whose end says less
-                    report.call = f"sys.exit({'' if code is None else repr(code)})"
+                    report.call = (
+                        f"sys.exit({'' if code is None else _text(code, repr)})"
+                    )
                     report.site = _raised_at(error)
         return report
 
@@ -329,8 +333,14 @@ def load_exception(data: bytes, trace: str) -> BaseException | None:
     return error
 
 
+def _text(x: object, how: Callable[[object], str] = str) -> str:
+    """Return an object of the program as text; its class if that raises."""
+    text = _attempt(lambda: how(x))
+    return type(x).__name__ if text is None else text
+
+
 def _attempt(function: Callable[[], _T]) -> _T | None:
-    """Return what code of an exception's class returns; None if it raises anything."""
+    """Return what code of the program returns; None if it raises anything."""
     try:
         return function()
     except KeyboardInterrupt:

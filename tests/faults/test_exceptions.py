@@ -38,15 +38,20 @@ from mpidist._values import storage, variable
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
-def raise_on(strategy, rank, error):
-    """Run a step in which one rank raises; return the outcomes."""
+def raise_on_one(strategy, rank, error):
+    """Run a step in which one rank raises."""
 
     def step():
         if context().replica_id_in_sync_group == rank:
             raise error
         return context().all_reduce("SUM", 1.0)
 
-    return outcomes(lambda: strategy.run(step))
+    strategy.run(step)
+
+
+def raise_on(strategy, rank, error):
+    """Run a step in which one rank raises; return the outcomes."""
+    return outcomes(lambda: raise_on_one(strategy, rank, error))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,22 @@ def test_sys_exit_without_a_code_on_one_rank(strategy, last, code, said):
 def test_what_python_takes_for_an_error_is_one(strategy, last):
     rows = raise_on(strategy, last, SystemExit(""))
     assert {row.name for row in rows} == {"SystemExit"}
+    assert_usable(strategy)
+
+
+def test_an_exit_code_that_can_not_be_printed(strategy, last):
+    class Code:
+        def __repr__(self):
+            raise ValueError("no text")
+
+    error = None
+    try:
+        raise_on_one(strategy, last, SystemExit(Code()))
+    except BaseException as raised:
+        error = raised
+    assert {*everywhere(type(error).__name__)} == {"SystemExit"}
+    if strategy.replica_id != last:
+        assert error.code == "Code"
     assert_usable(strategy)
 
 
