@@ -180,7 +180,7 @@ def of_strategy(strategy, rank, size):
         return [(x, hosts[rank])], [], call
 
     def broadcast(program):
-        count = program.random.choice(COUNTS[1:])
+        count = program.random.choice(COUNTS)
         host, x = host_array(program.random.randrange(99), count), program.array(count)
         place = strategy.run(lambda: np.zeros(1))
 

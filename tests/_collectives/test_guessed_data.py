@@ -85,7 +85,7 @@ for odd in {0, size - 1}:
     except mpidist.CollectiveMismatchError as error:
         assert "(128,)" in str(error), error
         assert "(130,)" in str(error), error
-        print("differs\n", end="", flush=True)
+        print("differs\\n", end="", flush=True)
     counts = [200 if k == odd else 1 for k in range(size)]
     x = np.full(counts[rank], float(rank))
     (rows,) = strategy.experimental_local_results(
