@@ -316,7 +316,9 @@ def initial_array(
             "value, axis=None)` or one array"
         )
     x, _ = _as_array(value, call)
-    x = x if dtype is None else x.astype(dtype)
+    if dtype is not None:
+        # In native byte order, in which the other ranks get it.
+        x = backend.as_array(x.astype(dtype), call)[0]
     backend.check_dtype(x.dtype, call)
     if shape is not None and tuple(x.shape) != tuple(shape):
         raise ValueError(

@@ -53,6 +53,7 @@ def test_initial_values_may_differ_in_shape_and_dtype(strategy, rank):
         (np.asfortranarray([[1, 2], [3, 4]]), None, np.array([[1, 2], [3, 4]])),
         (np.arange(6)[::2], None, np.array([0, 2, 4])),
         (np.array([1, 2], ">i4"), None, np.array([1, 2], np.int32)),
+        ([1, 2], ">f4", np.array([1, 2], np.float32)),
     ],
     ids=repr,
 )
