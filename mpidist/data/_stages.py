@@ -441,7 +441,7 @@ class Repeat(Via):
             for token in self.parent.tokens((*in_pass, number)):
                 empty = False
                 yield token
-            if empty:
+            if empty and self.count is None:
                 return  # or an endless repeat of nothing would never return
 
 

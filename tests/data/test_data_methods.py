@@ -305,6 +305,18 @@ def test_numbers_of_elements():
     assert bool(Dataset.range(0)) is True
 
 
+def test_a_round_of_a_repeat_without_elements_is_not_the_last():
+    """As in TensorFlow, unless the repeat has no end."""
+    one = Dataset.range(10).shuffle(10, seed=1).take(1)
+    some = one.filter(lambda x: bool(x >= 5))
+    for size in (1, 4):
+        batches = some.batch(size).repeat(20).unbatch()
+        expected = [x for x in lists(one.repeat(20)) if x >= 5]
+        assert lists(some.repeat(20)) == lists(batches) == expected
+        assert 0 < len(expected) < 20
+    assert lists(generated().repeat()) == lists(generated().repeat(9)) == []
+
+
 def test_assert_cardinality():
     dataset = Dataset.range(9).filter(lambda x: x > 4)
     assert len(dataset.assert_cardinality(4).batch(3)) == 2
