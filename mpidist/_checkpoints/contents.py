@@ -155,7 +155,7 @@ def _items_of(name: str, value: object, unmade: Unmade) -> list[Item]:
         outer, _, last = count.rpartition("/")
         rate = f"{outer}/{last.replace('iterations', 'learning_rate')}"
         get, put = optimizer.__saved_rate__, optimizer.__restore_rate__
-        found.append(StateItem(rate, get, put, is_optional=True))
+        found.append(StateItem(rate, get, put, is_optional=True, owner=optimizer))
     return found
 
 
@@ -165,6 +165,7 @@ def _parts_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
     elif isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         yield NumpyGeneratorItem(name, value)
     elif item := guest_items.item_of(name, value):
+        item.owner = None if isinstance(value, Held) else value
         yield item
     elif (nested := _children(name, value)) is not None:
         for child_name, child in nested:
@@ -173,7 +174,7 @@ def _parts_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
         get, put = (getattr(value, method) for method in methods)
         merge = getattr(value, "merge_states", None)
         readable = "state_dict" in methods
-        yield StateItem(name, get, put, merge=merge, readable=readable)
+        yield StateItem(name, get, put, merge=merge, readable=readable, owner=value)
     else:
         yield from _variables_of(name, value, unmade)
 
@@ -211,7 +212,8 @@ def _variables_of(
     except RuntimeError:
         keep = getattr(value, "__restore_later__", None)
         if unmade == "later" and keep is not None:
-            yield LaterItem(name, value.__saved_unbuilt__, keep)  # type: ignore[attr-defined]
+            kept = value.__saved_unbuilt__  # type: ignore[attr-defined]
+            yield LaterItem(name, kept, keep, owner=value)
         elif unmade != "skip":
             raise
         return

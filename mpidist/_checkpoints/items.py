@@ -30,11 +30,13 @@ class Item:
     Attributes:
         is_optional: whether a checkpoint may lack it; then it stays as it is.
         is_held: whether it is a value that the program replaces, not an object.
+        owner: the object; None for a variable, and for what is held.
     """
 
     name: str
     is_optional: bool = dataclasses.field(default=False, kw_only=True)
     is_held: bool = dataclasses.field(default=False, kw_only=True)
+    owner: object = dataclasses.field(default=None, kw_only=True)
 
     def names_in(self, names: Collection[str]) -> list[str]:
         """Return those of the names in a checkpoint that are of this item."""
@@ -146,7 +148,7 @@ class NumpyGeneratorItem(GeneratorItem):
         self, name: str, value: np.random.Generator | np.random.BitGenerator
     ) -> None:
         bits = value.bit_generator if isinstance(value, np.random.Generator) else value
-        super().__init__(name, lambda: bits.state, self._put)
+        super().__init__(name, lambda: bits.state, self._put, owner=bits)
         self._bits = bits
         self._kind = kind = type(bits)
         if getattr(np.random, kind.__name__, None) is kind:

@@ -149,6 +149,9 @@ class Restore:
                 self.number,
             )
             self.later += later
+            for other in _pending():
+                if other.number < self.number and other.group is self.group:
+                    other._forget(restored.values())
             return sorted(restored.keys() - {x.name for x in later}), found.left
 
         return put
@@ -229,6 +232,18 @@ class Restore:
     def _lose(self, names: Iterable[str]) -> None:
         self.lost.update(names)
         self.names -= self.lost
+
+    def _forget(self, restored: Iterable[Item]) -> None:
+        """Drop what is left for objects that a later restore has just restored.
+
+        Variables have the number of their restore, other objects have none.
+        """
+        owners = {(type(x), id(x.owner)) for x in restored if x.owner is not None}
+        if owners:
+            with contextlib.suppress(TypeError, ValueError):  # not of these objects
+                for item in contents.collect(self.objects, "later"):
+                    if (type(item), id(item.owner)) in owners:
+                        self.names -= {*item.names_in(self.names)}
 
     def attached(self, is_assigned: bool) -> None:
         """Restore what was attached since. Collective if that is anything.

@@ -116,6 +116,35 @@ def test_a_later_restore_wins(saved, folder):
     assert net.w == 10
 
 
+@pytest.mark.parametrize("how", ["assigned", "in a list"])
+def test_a_later_restore_wins_for_what_has_no_variables(folder, strategy, how):
+    """An optimizer that is not built, and a generator: the first restore won."""
+    w, optimizer, rng = training()
+    paths = []
+    for rate in (0.25, 0.125):
+        optimizer.apply_gradients([(np.float32(1), w)])
+        optimizer.learning_rate = rate
+        rng.normal()
+        objects = {"list": [optimizer], "rng": rng}
+        paths.append(Checkpoint(w=w, **objects).save(folder / str(rate)))
+    state, slots = rng.bit_generator.state, [float(x) for x in optimizer.variables]
+    checkpoint, other = Checkpoint(w=var(0), list=[]), training()
+    checkpoint.restore(paths[0], partial=True)
+    if how == "in a list":
+        checkpoint.list.append(other[1])
+    status = checkpoint.restore(paths[1], partial=True)
+    if how == "assigned":
+        checkpoint.list += [other[1]]
+    var(0)
+    strategy.run(lambda: None)
+    checkpoint.rng = other[2]
+    other[1].build([checkpoint.w])
+    assert [float(x) for x in other[1].variables] == slots
+    assert other[1].learning_rate == 0.125
+    assert other[2].bit_generator.state == state
+    status.assert_consumed()
+
+
 def test_what_is_in_the_place_of_another_one_gets_nothing(saved):
     """A new head for a model, for example, of another shape."""
     net = module(m=Module(), d={})
