@@ -175,6 +175,8 @@ def compute_average_loss(
     with dispatch.checking(group, _LOSS) if ask else contextlib.nullcontext():
         if not is_guest:
             losses = backend.as_array(_listed(losses, _LOSS), _LOSS)[0]
+            if losses.dtype.kind in "iu":  # whose products with weights overflow
+                losses = losses.astype(np.float64)
         if losses.ndim == 0:
             raise ValueError(
                 f"{_LOSS}: expected one loss per example, got {losses.dtype} (); leave "

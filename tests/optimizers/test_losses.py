@@ -36,6 +36,9 @@ def test_average_loss_of_one_replica():
     assert mpidist.compute_average_loss(np.ones((0, 3), np.float16)) == 0
     big = np.full(3, 60_000, np.float16)  # whose sum is beyond float16
     assert mpidist.compute_average_loss(big) == 60_000
+    small = np.array([200, 200], np.uint8)  # as are products of int8 and uint8
+    for weight in (2, [2, 2], np.array([2, 2], np.uint8)):
+        assert mpidist.compute_average_loss(small, weight) == 400
     for weight in (0.5, np.float64(0.5), np.array(0.5)):
         half = mpidist.compute_average_loss(np.ones(2, np.float32), weight)
         assert (half, half.dtype) == (0.5, np.float32)
