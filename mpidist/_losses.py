@@ -221,7 +221,8 @@ def scale_regularization_loss(regularization_loss: Nest) -> Nest:
 
     Returns:
         The array, or its sum if it has axes, divided by the number of replicas; of the
-        dtype of the loss (float64 for integers).
+        dtype of the loss (float64 for integers). For a loss of torch or JAX one of the
+        same library, with its gradient, by its rules for dtypes.
 
     Raises:
         TypeError: if it is not an array.
@@ -233,8 +234,10 @@ def scale_regularization_loss(regularization_loss: Nest) -> Nest:
             f"{_PENALTY}: this code runs {frame.level.value}, but the loss is that of "
             "one replica; call it in the function that you pass to `strategy.run`"
         )
-    loss = backend.as_array(_listed(regularization_loss, _PENALTY), _PENALTY)[0]
-    return _share(loss, frame.group.num_replicas)
+    replicas, loss = frame.group.num_replicas, regularization_loss
+    if guests.kind_of(loss) is not None:
+        return loss.sum() / replicas
+    return _share(backend.as_array(_listed(loss, _PENALTY), _PENALTY)[0], replicas)
 
 
 def own_array(x: Nest, call: str) -> Any:

@@ -286,6 +286,11 @@ def test_the_keyword_of_horovod(strategy, rank, jax, mj):
     assert float(mpidist.compute_average_loss(losses, global_batch_size=0)) == 0
 
 
+def test_the_share_of_a_penalty_has_a_gradient(jax, mj):
+    gradient = jax.grad(lambda w: mpidist.scale_regularization_loss(w**2))
+    assert gradient(jax.numpy.array([1.0, 2.0])).tolist() == [2.0, 4.0]
+
+
 def test_calls_that_are_begun(strategy, jax, rank, size):
     """Arrays of JAX, alone and in a nest, as of the calls that are made."""
     jnp = jax.numpy

@@ -681,6 +681,19 @@ def test_a_loss_of_no_rows_has_a_gradient(strategy, torch, mt):
         mpidist.compute_average_loss([losses[0], losses[1]])
 
 
+def test_the_share_of_a_penalty_has_a_gradient(strategy, size, torch, mt):
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    def step():
+        share = mpidist.scale_regularization_loss(w**2)
+        share.backward()
+        return share.item()
+
+    share = strategy.reduce("SUM", strategy.run(step), axis=None)
+    assert share == pytest.approx(5.0)
+    assert w.grad.tolist() == pytest.approx([2 / size, 4 / size])
+
+
 @pytest.mark.parametrize("wraps", [False, True])
 def test_a_grad_scaler_is_told_what_to_do(strategy, rank, torch, mt, wraps):
     model = make_model(torch).float()
