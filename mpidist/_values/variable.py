@@ -522,7 +522,7 @@ class Reference:
         return NotImplemented
 
     def __hash__(self) -> int:
-        return id(self._variable)
+        return hash(self._variable)  # the same on all ranks
 
     def __repr__(self) -> str:
         return f"<Reference to {self._variable!r}>"

@@ -451,7 +451,9 @@ def test_ranks_go_through_a_set_of_variables_in_the_same_order(strategy, rank):
     variables = [make(strategy, 1.0 * i, name=f"v{i}") for i in range(40)]
     del gone[1]
     order = [v.name for v in set(variables)]
-    assert everywhere(order) == [order] * strategy.num_replicas_in_sync
+    references = [ref.deref().name for ref in {v.ref() for v in variables}]
+    orders = [order, references]
+    assert everywhere(orders) == [orders] * strategy.num_replicas_in_sync
     assert len({*variables, *gone, mpidist.Variable(1.0), mpidist.Variable(2.0)}) == 44
     assert other[:1] in ([], [[]])
     optimizer = mpidist.optimizers.SGD(1.0)
