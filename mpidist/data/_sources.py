@@ -456,7 +456,12 @@ class _Numbered(Iterator[Nest]):
     def __next__(self) -> Nest:
         while self._next < len(self._items):
             self._next += 1
-            element = self._items[self._next - 1]
+            try:
+                element = self._items[self._next - 1]
+            except StopIteration as error:  # which the loop would take for the end
+                raise RuntimeError(
+                    "the input raised StopIteration inside an element"
+                ) from error
             if element is not None:
                 return element
         raise StopIteration

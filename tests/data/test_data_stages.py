@@ -251,6 +251,18 @@ def test_an_error_elsewhere_leaves_out_nothing(new_strategy, rank, call, error):
 
 
 @core
+def test_stop_iteration_of_one_element_does_not_end_the_input(strategy, distribute):
+    class Batches(list):
+        def __getitem__(self, index):
+            return next(iter([])) if index == 1 else super().__getitem__(index)
+
+    iterator = iter(distribute(Batches(as_list(12, 4))))
+    first = gathered(strategy, iterator, 1)
+    raises_everywhere(RuntimeError, lambda: next(iterator), "StopIteration inside")
+    assert first + gathered(strategy, iterator) == [[0, 1, 2, 3], [8, 9, 10, 11]]
+
+
+@core
 def test_a_generator_that_always_fails_ends_with_an_error(strategy, distribute):
     def generate():
         yield from range(5)
