@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import nest, shuffle_seeds
+from mpidist._base import backend, guests, nest, shuffle_seeds
 from mpidist._base.expect import expect
 from mpidist._base.types import DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
@@ -247,7 +247,9 @@ class Generated(Stage):
 def _copied(x: Any) -> Any:
     if isinstance(x, (str, bytes)):
         return exact_array(x)[()]
-    return x.copy() if isinstance(x, np.ndarray) else x
+    if isinstance(x, np.ndarray) or backend.is_device_array(x):
+        return x.copy()
+    return x.clone() if guests.kind_of(x) == "torch" else x
 
 
 def slices_of(tensors: Nest) -> Stage:

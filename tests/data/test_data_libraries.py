@@ -138,3 +138,17 @@ def test_writing_into_a_cached_tensor_does_not_change_the_cache(torch):
         for x in dataset:
             assert float(x.sum()) == 2
             x[:] = 5
+
+
+@pytest.mark.guests
+def test_from_generator_may_fill_one_tensor(torch):
+    def generate():
+        buffer = torch.zeros(2)
+        for number in range(4):
+            yield {"x": buffer.fill_(number)}
+
+    dataset = Dataset.from_generator(generate)
+    (batch,) = dataset.batch(4)
+    assert batch["x"].tolist() == [[i, i] for i in range(4)]
+    assert [x["x"].tolist() for x in dataset.prefetch(3)] == batch["x"].tolist()
+    assert all(isinstance(x["x"], torch.Tensor) for x in dataset)
