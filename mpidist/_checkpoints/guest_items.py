@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpidist._base import backend, guests
-from mpidist._checkpoints.items import GeneratorItem, StateItem
+from mpidist._checkpoints.items import GeneratorItem, StateItem, first_state
 from mpidist._checkpoints.state_json import State
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
@@ -78,7 +78,7 @@ def _module_item(name: str, module: Any) -> StateItem:
         name,
         lambda: dict(module.state_dict()),
         module.load_state_dict,
-        merge=lambda states: states[0],
+        merge=first_state,
         forget=module.zero_grad,
         shared=is_parameter,
         is_fixed=True,

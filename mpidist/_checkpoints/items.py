@@ -128,6 +128,11 @@ class StateItem(Item):
         return _differences(self.name, self.get(), state) if self.is_fixed else ""
 
 
+def first_state(states: list[State]) -> State:
+    """Return the state of replica 0; the ``merge`` of an item of which that is all."""
+    return states[0]
+
+
 @dataclasses.dataclass(eq=False)
 class GeneratorItem(StateItem):
     """A random generator.

@@ -31,6 +31,7 @@ from mpidist._checkpoints.items import (
     LaterItem,
     StateItem,
     VariableItem,
+    first_state,
 )
 from mpidist._checkpoints.manifest import malformed
 from mpidist._checkpoints.state_json import Json, State, host_copy
@@ -106,8 +107,12 @@ def _choose(
     if not isinstance(item, GeneratorItem):
         if count == size:
             return unpack(values[rank])
+        if item.merge is first_state:
+            return unpack(values[0])
         if item.merge is not None:
-            return item.merge([unpack(value) for value in values])
+            # Copies, since what several replicas had alike is in `arrays` once.
+            own = state_json.tensors_from(lambda name: arrays[name].copy())
+            return item.merge([state_json.unpack(value, own) for value in values])
         raise CheckpointError(
             f"{item.name!r} was saved with another state on each of {count} "
             f"replicas, and cannot be restored on {size}; restore it on "

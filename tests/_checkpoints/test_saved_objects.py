@@ -179,3 +179,26 @@ def test_the_state_of_another_object_is_none_of_an_optimizer(tmp_path):
     checkpoint = mpidist.Checkpoint(optimizer=mpidist.optimizers.SGD(0.1))
     with pytest.raises(mpidist.CheckpointError, match=r"missing in .*: 'optimizer'"):
         checkpoint.restore(path)
+
+
+@on_ranks
+def test_states_to_merge_share_no_memory(strategy, alone, same_folder, rank, size):
+    """Equal arrays of several ranks are in the file once, and were one array."""
+
+    def merge(states):
+        total, *others = states
+        for other in others:
+            total["a"] *= 10
+            total["a"] += other["a"]
+        return total
+
+    it, got = Iterator(), []
+    it.state = lambda: {"a": np.ones(3000), "rank": rank}
+    it.restore = got.append
+    it.merge_states = merge
+    checkpoint = mpidist.Checkpoint(it=it)
+    with strategy.scope():
+        checkpoint.save(same_folder / "a")
+    with alone.scope():
+        checkpoint.restore(same_folder / "a")
+    assert set(got[0]["a"]) == {float("1" * size)}
