@@ -180,7 +180,9 @@ class Restore:
         given = {x.name for x in zero}.union(name for name, has in own.items() if has)
         found = [x for x in items if x.name in given]
         missing = [x.name for x in items if x.name not in given and not x.is_optional]
-        known = {*manifest.of_states(manifest.states), *itertools.chain(*own.values())}
+        # A state that is an array itself has an array of its own name.
+        parts = {*manifest.of_states(manifest.states)} - manifest.states.keys()
+        known = parts.union(*own.values())
         left = [name for name in saved if name not in known]
         lines = [problem for x in found if (problem := problem_of(x, reader))]
         hint = ""
