@@ -277,11 +277,13 @@ def _as_array(value: Nest, call: str) -> tuple[Array, bool]:
 def _fits(x: Array, dtype: DType, python_numbers: bool) -> bool:
     """Return whether values may be cast: to the same kind of dtype, or a wider one.
 
-    Integers given as Python numbers must be in the dtype's range.
+    Integers given as Python numbers must be in the dtype's range, and so must signed
+    ones for an unsigned dtype.
     """
     if backend.is_bfloat16(dtype):
         return x.dtype.kind in "biuf"
-    if python_numbers and x.dtype.kind in "iu" and dtype.kind in "iu":
+    checked = python_numbers or x.dtype.kind == "i" != dtype.kind
+    if checked and x.dtype.kind in "iu" and dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return bool(((x >= limits.min) & (x <= limits.max)).all())
     order = "biufc"

@@ -293,6 +293,8 @@ def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank
         (np.zeros(2, np.int8), [1, 2], [1, 2]),
         (np.zeros((), np.float32), 3, 3),
         (np.zeros((), np.uint8), 255, 255),
+        (np.zeros(2, np.uint8), np.array([0, 255]), [0, 255]),
+        (np.zeros(1, np.uint64), np.array([2**63 - 1]), [2**63 - 1]),
         (np.zeros((), np.int64), True, 1),
         (np.zeros(2), np.array([True, False]), [1, 0]),
         (np.zeros((2, 0)), np.zeros((2, 0)), np.zeros((2, 0))),
@@ -318,6 +320,8 @@ def test_values_that_fit(strategy, initial, value, expected):
         (np.zeros(2, bool), np.ones(2, int), ValueError),
         (np.zeros((), np.uint8), -1, ValueError),
         (np.zeros((), np.uint8), 256, ValueError),
+        (np.zeros(2, np.uint8), np.array([1, -1]), ValueError),  # and not 255
+        (np.zeros(2, np.uint64), np.array([1, -1]), ValueError),
         (np.zeros((), np.int8), 300, ValueError),  # and not 44
         (np.zeros(2, np.int32), [1.5, 2.5], ValueError),
         (np.zeros(2, np.int32), [2**40, 0], ValueError),
