@@ -646,11 +646,18 @@ class Cache(Derived):
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         source = map(int, tokens)
-        while numbers := list(itertools.islice(source, max(1, self.workers))):
+        failure: Exception | None = None
+        while failure is None:
+            numbers: list[int] = []
+            try:
+                numbers.extend(itertools.islice(source, max(1, self.workers)))
+            except Exception as error:  # the numbers before it are in the list
+                failure = error
+            if not numbers:
+                break
             with self._lock:
                 missing = [n for n in dict.fromkeys(numbers) if n not in self._values]
                 loaded = self.parent.load(map(self._parent_token, missing))
-                failure: Exception | None = None
                 try:
                     for number, value in zip(missing, loaded, strict=True):
                         self._values[number] = protected(value)
@@ -662,8 +669,8 @@ class Cache(Derived):
                 found = [self._values[number] for number in known]
             # Tensors of torch cannot be made read-only: each is given away as a copy.
             yield from map(unshared, found)
-            if failure is not None:
-                raise failure
+        if failure is not None:
+            raise failure
 
     def open(self, token: Token) -> LazyBlock:
         number = int(token)

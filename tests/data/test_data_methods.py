@@ -444,6 +444,20 @@ def test_filter_and_take_while():
             list(Dataset.range(6).batch(2).filter(wrong))
 
 
+@pytest.mark.parametrize("calls", [None, 4])
+def test_a_cache_gives_what_it_found_before_an_error(calls):
+    def generate():
+        yield from range(6)
+        raise OSError("no more")
+
+    found = []
+    dataset = Dataset.from_generator(generate).map(abs, calls).cache()
+    for _ in range(2):
+        with pytest.raises(OSError, match="no more"):
+            found.extend(dataset)
+    assert found == [*range(6)] * 2
+
+
 @pytest.mark.parametrize("calls", [None, 1, 2, AUTOTUNE])
 def test_interleave_is_in_the_order_of_tensorflow(calls):
     # The example of its documentation.
