@@ -183,7 +183,7 @@ class DistributedDataset:
             text += f", split by {policy.name}"
             if made._checked:
                 text += ", compared (MPIDIST_DEBUG)"
-            sample = 0 if made._is_own else stage.sample()
+            sample = stage.sample()
         unknown = int(not sample)
         same = group.guard.agree_on(Call(text), sample, unknown)
         if not (same or group.guard.largest):

@@ -357,6 +357,15 @@ def test_what_cannot_be_split_by_files(distribute, size, make, message):
         assert message in text
 
 
+@pytest.mark.mpi(min_size=2)
+@core
+def test_files_that_differ_between_ranks_warn(distribute, rank):
+    files = Dataset.from_tensor_slices(FILES if rank else FILES[::-1])
+    dataset = files.interleave(rows_of_file).batch(6)
+    text = "not the same on all ranks"
+    raises_everywhere(RuntimeWarning, lambda: distribute(dataset, BY_FILE), text)
+
+
 def numbers(files):
     return Dataset.range(files).interleave(Dataset.range)
 
