@@ -39,6 +39,7 @@ from mpidist._values.storage import (
 )
 
 _OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
+_ODD: Final = 0x9E3779B97F4A7C15  # spreads numbers, and gives each another one
 
 
 class Variable(ArrayLike, Registered):
@@ -542,9 +543,13 @@ _replicas: Final[threads.ReplicaLocal[int]] = threads.ReplicaLocal(
 
 
 def _hash_of(group: ReplicaGroup, key: tuple[int, int]) -> int:
-    """Return a number that no other variable has, whose last 40 bits all ranks have."""
+    """Return a number that no other variable has, whose last 40 bits all ranks have.
+
+    These depend on the key alone: one rank may have made more strategies than another.
+    """
     replica = 0 if threads.current() is None else _replicas.get()
-    return hash((group.number, *key)) ^ replica << 40
+    own = (group.number + (replica << 10)) % 2**20
+    return own << 40 | key[0] * _ODD % 2**40
 
 
 def set_up(

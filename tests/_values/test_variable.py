@@ -448,6 +448,18 @@ def test_without_an_aggregation_replicas_write_equal_values(
     assert_mirrored(strategy, v, initial)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_sets_of_variables_if_one_rank_has_made_more_strategies(rank):
+    """The numbers of the strategies differ, and the order must not."""
+    others = [mpidist.OneDeviceStrategy("CPU:0") for _ in range(3 * (rank == 0))]
+    strategy = mpidist.MPIStrategy()
+    variables = [make(strategy, 0.0, name=f"v{i}") for i in range(40)]
+    order = [v.name for v in {*variables}]
+    assert everywhere(order) == [order] * strategy.num_replicas_in_sync
+    for one in (*others, strategy):
+        one.close()
+
+
 def test_ranks_go_through_a_set_of_variables_in_the_same_order(strategy, rank):
     """As in `apply_gradients(zip(g, set(variables)))`."""
     gone = [make(strategy, 0.0) for _ in range(3)]
