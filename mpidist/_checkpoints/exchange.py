@@ -38,12 +38,16 @@ def exchange(
 
     Raises:
         CollectiveMismatchError: if an array differs that must not.
+        ValueError: if arrays of two states have the same name.
     """
     differing = {}
-    if call.size > 1:  # for a save with `wait=False` a checksum takes long
-        with call.guard.checking(call.name):
-            numbers = {name: checksum(x) for name, x in variables.items()}
+    numbers: dict[str, int] = {}
+    with call.guard.checking(call.name):
+        _check_names(call, packed)
+        if call.size > 1:  # for a save with `wait=False` a checksum takes long
+            numbers |= {name: checksum(x) for name, x in variables.items()}
             numbers |= {name: x.number for name, x in packed.items()}
+    if call.size > 1:
         differing = _differing(call, numbers)
     for name in variables:
         if name in differing:
@@ -54,6 +58,20 @@ def exchange(
         own = [item for item in items if item.name in differing]
         _gather(call, own, packed, values, arrays)
     return values, arrays
+
+
+def _check_names(call: CollectiveCall, packed: Mapping[str, Packed]) -> None:
+    """Raise a ValueError if arrays in the states of two objects have one name."""
+    owners: dict[str, str] = {}
+    for name, state in packed.items():
+        for array in state.arrays:
+            if array in owners:
+                raise ValueError(
+                    f"{call.name}: a tensor in the state of {owners[array]!r} and one "
+                    f"in that of {name!r} would both be {array!r}; give one of the "
+                    "objects another name"
+                )
+            owners[array] = name
 
 
 def differing_generators(call: CollectiveCall, items: Sequence[Item]) -> list[str]:

@@ -217,3 +217,17 @@ def test_a_state_that_is_an_array(tmp_path):
     checkpoint.it = it
     np.testing.assert_array_equal(got[0], np.ones(3000))
     status.assert_consumed()
+
+
+@on_ranks
+def test_arrays_of_two_states_with_one_name(strategy, folder):
+    """Both objects got the array of the second one."""
+    first, second = Iterator(), Iterator()
+    first.state = lambda: {"b": {"x": np.ones(3000)}}
+    second.state = lambda: {"x": np.zeros(3000)}
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(d={"a": first, "a/b": second})
+        for message in raises_everywhere(
+            ValueError, lambda: checkpoint.save(folder / "a")
+        ):
+            assert "'d/a' and one in that of 'd/a/b' would both be 'd/a/b/x'" in message
