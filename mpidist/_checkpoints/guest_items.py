@@ -120,8 +120,13 @@ def _tree_item(name: str, held: Held) -> StateItem:
     jax: Any = guests.library("jax")
 
     def leaves() -> dict[str, Any]:
-        found, _ = jax.tree_util.tree_flatten_with_path(held.get())
-        return {"/".join(map(_key, path)): x for path, x in found}
+        found: dict[str, Any] = {}
+        for path, x in jax.tree_util.tree_flatten_with_path(held.get())[0]:
+            at = "/".join(map(_key, path))
+            while at in found:  # of a key with a slash, for example
+                at += "'"
+            found[at] = x
+        return found
 
     def get() -> State:
         return {

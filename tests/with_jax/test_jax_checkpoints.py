@@ -95,3 +95,15 @@ def test_what_is_refused_when_the_checkpoint_is_made(jax, strategy):
     importlib.import_module("mpidist.jax")  # variables are pytrees then
     checkpoint = mpidist.Checkpoint(x={"v": v})
     assert "1 variables" in repr(checkpoint)
+
+
+def test_leaves_whose_paths_are_the_same_text(strategy, folder, jax):
+    """One of them was not saved, and the checkpoint could not be restored."""
+    full = jax.numpy.full
+    with strategy.scope():
+        tree = {"a": {"b": full(2, 1.0)}, "a/b": full(2, 2.0)}
+        checkpoint = mpidist.Checkpoint(tree=tree)
+        checkpoint.save(folder / "a")
+        checkpoint.tree = jax.tree.map(jax.numpy.zeros_like, tree)
+        checkpoint.restore(folder / "a")
+    assert [float(x[0]) for x in jax.tree.leaves(checkpoint.tree)] == [1, 2]
