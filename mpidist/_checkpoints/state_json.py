@@ -78,7 +78,7 @@ class Packed:
     def number(self) -> int:
         """A number that differs if the state does."""
         text = json.dumps(self.value, sort_keys=True)
-        return mismatch.fingerprint(f"{text} {[*self.checksums.items()]}")
+        return mismatch.fingerprint(f"{text} {sorted(self.checksums.items())}")
 
 
 def pack(state: State, name: str, where: str) -> Packed:

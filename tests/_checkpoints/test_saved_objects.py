@@ -231,3 +231,15 @@ def test_arrays_of_two_states_with_one_name(strategy, folder):
             ValueError, lambda: checkpoint.save(folder / "a")
         ):
             assert "'d/a' and one in that of 'd/a/b' would both be 'd/a/b/x'" in message
+
+
+@on_ranks
+def test_a_dict_with_another_order_on_one_rank(strategy, folder, rank):
+    """Such as one made of a set: its arrays were taken for those of another state."""
+    it = Iterator()
+    values = {"a": np.zeros(3000), "b": np.ones(3000)}
+    it.state = lambda: {key: values[key] for key in ("ba" if rank else "ab")}
+    with strategy.scope():
+        mpidist.Checkpoint(it=it).save(folder / "a")
+    if rank == 0:
+        assert len(mpidist.load_checkpoint(folder / "a").states["it"]) == 1
