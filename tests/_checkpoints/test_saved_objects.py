@@ -243,3 +243,18 @@ def test_a_dict_with_another_order_on_one_rank(strategy, folder, rank):
         mpidist.Checkpoint(it=it).save(folder / "a")
     if rank == 0:
         assert len(mpidist.load_checkpoint(folder / "a").states["it"]) == 1
+
+
+@on_ranks
+def test_the_same_values_at_other_places(strategy, folder, rank):
+    """Their sums are equal, so all ranks got those of rank 0."""
+    it, got = Iterator(), []
+    own = np.zeros(10000)
+    own[2000 + 1000 * rank] = 1
+    it.state = lambda: {"own": own}
+    it.restore = got.append
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(it=it)
+        checkpoint.save(folder / "a")
+        checkpoint.restore(folder / "a")
+    np.testing.assert_array_equal(got[0]["own"], own)
