@@ -204,9 +204,8 @@ class CheckpointManager:
         """
         name = "CheckpointManager.save"
         call = self._objects.call(name)
-        step = call.attempt(self._step)
+        step, last = call.attempt(self._step), self._saved_step
         if step is not None:
-            last = self._saved_step
             call.agree(f" with a step_counter of {step}, {last} at the last checkpoint")
             least = self._interval if check_interval else 1
             if last is not None and step - last < (least or 1):
@@ -239,6 +238,7 @@ class CheckpointManager:
 
         def ended(saved_at: int | None) -> None:
             if saved_at is None:
+                self._saved_step = last
                 self._entries = [x for x in self._entries if x not in excess]
             else:
                 self._entries = [*kept, _Entry(saved_at, number, path)]

@@ -144,6 +144,21 @@ def test_the_manager_knows_a_checkpoint_when_it_is_complete(
 
 
 @on_ranks
+def test_a_failed_save_begins_no_interval(strategy, folder, disk):
+    checkpoint = checkpoint_of(strategy, step=0)
+    manager = mpidist.CheckpointManager(
+        checkpoint, folder, step_counter=checkpoint.step, checkpoint_interval=3
+    )
+    manager.save(wait=False)
+    disk.let_go(FULL)
+    with pytest.raises(OSError, match="No space left"):
+        manager.sync()
+    disk.error = None
+    assert manager.save() == manager.checkpoints[0]
+    assert manager.save() is None
+
+
+@on_ranks
 def test_errors_before_the_write_are_raised_at_once(strategy, folder, rank):
     checkpoint = checkpoint_of(strategy, w=1j)
     with pytest.raises(ValueError, match="safetensors has no dtype complex128"):
