@@ -494,6 +494,7 @@ class DistributedIterator(PositionedIterator):
         self._iteration = iteration
         self._position = position
         self._source_state: Any = None  # before an element that was not returned
+        self._state_after: Any = None  # one that could not be read
         self._stream: Iterator[Block] | None = None
         self._pieces: Iterator[_Piece] | None = None
         self._piece: _Piece | None = None  # that was read but not returned
@@ -715,7 +716,7 @@ class DistributedIterator(PositionedIterator):
             raise
         except BaseException as error:
             if self._stage.again:
-                self._source_state = state_of(self._stream)
+                self._state_after = state_of(self._stream)
             self._forget_stream(error)
             raise guard.fail(self._call, _no_stop(error), "raised")  # noqa: B904
         return piece, call, own
@@ -725,6 +726,8 @@ class DistributedIterator(PositionedIterator):
         own = re.escape(self._call.text)
         if all(re.match(rf"{own}(: | \(|$)", call) for call in calls):
             self._count()
+            if self._stream is None:  # it failed here
+                self._source_state = self._state_after
 
     def _count(self) -> None:
         """Go on after the element that was read."""

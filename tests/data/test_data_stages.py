@@ -250,6 +250,33 @@ def test_an_error_elsewhere_leaves_out_nothing(new_strategy, rank, call, error):
     assert gathered(strategy, iterator) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+class FailsFirst(list):
+    """Batches, one of which cannot be read the first time, on one rank."""
+
+    def __init__(self, batches, here, element):
+        super().__init__(batches)
+        self.here, self.element = here, element
+
+    def __getitem__(self, index):
+        if self.here and index == self.element:
+            self.here = False
+            raise OSError("cannot be read")
+        return super().__getitem__(index)
+
+
+@pytest.mark.mpi(min_size=2)
+@core
+def test_a_batch_that_fails_while_others_do_not_read_is_read_again(new_strategy, rank):
+    strategy = new_strategy()
+    batches = FailsFirst(as_list(12, 4), rank == 0, 1)
+    iterator = iter(strategy.experimental_distribute_dataset(batches))
+    first = gathered(strategy, iterator, 1)
+    with pytest.raises((OSError, mpidist.ReplicaError)):
+        next(iterator) if rank == 0 else strategy.run(lambda: 1)
+    expected = [x.tolist() for x in as_list(12, 4)]
+    assert first + gathered(strategy, iterator) == expected
+
+
 @core
 def test_stop_iteration_of_one_element_does_not_end_the_input(strategy, distribute):
     class Batches(list):
