@@ -498,6 +498,7 @@ class DistributedIterator(PositionedIterator):
         self._stream: Iterator[Block] | None = None
         self._pieces: Iterator[_Piece] | None = None
         self._piece: _Piece | None = None  # that was read but not returned
+        self._returned = False  # any element
         self._failure = ""
         what = f"next(iterator) of dataset #{self._dataset._number}"
         self._call = Call(f"{what}, iteration {iteration}")
@@ -696,6 +697,7 @@ class DistributedIterator(PositionedIterator):
                 raise ValueError(on_rank(self._group.replica_id, f"{name}: {text}"))
         # An element that is refused in `learn` is left out, too.
         self._count()
+        self._returned = True
         if dataset._empty is None:
             dataset._learn(own)
         return True, self._wrap(piece.block)
@@ -728,6 +730,16 @@ class DistributedIterator(PositionedIterator):
             self._count()
             if self._stream is None:  # it failed here
                 self._source_state = self._state_after
+            if not (self._returned or self._stage.batch_size):
+                self._forget_batch_size()
+
+    def _forget_batch_size(self) -> None:
+        """Take it from the next batch: ranks that failed do not know this one's."""
+        dataset = self._dataset
+        dataset._batch_size = None
+        if self._stage.depth and dataset._policy is AutoShardPolicy.OFF:
+            self._close()  # what was read ahead is split by it
+            self._stream = None
 
     def _count(self) -> None:
         """Go on after the element that was read."""

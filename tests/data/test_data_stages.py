@@ -277,6 +277,29 @@ def test_a_batch_that_fails_while_others_do_not_read_is_read_again(new_strategy,
     assert first + gathered(strategy, iterator) == expected
 
 
+@pytest.mark.mpi(min_size=2)
+@core
+@pytest.mark.parametrize("depth", [None, 0, 3])
+def test_ranks_split_alike_after_a_first_batch_that_one_could_not_read(
+    strategy, distribute, rank, size, depth
+):
+    sizes = [4 * size, 3 * size - 1, 4 * size, 3]
+    batches = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    fails = FailsFirst(batches, rank == size - 1, 0)
+    dataset = fails
+    if depth is not None:
+
+        def generate():
+            for number in range(len(batches)):
+                yield fails[number]
+
+        dataset = Dataset.from_generator(generate).prefetch(depth)
+    iterator = iter(distribute(dataset, mpidist.InputOptions(auto_shard_policy="OFF")))
+    with pytest.raises((OSError, mpidist.ReplicaError)):
+        next(iterator)
+    assert gathered(strategy, iterator) == [x.tolist() for x in batches[1:]]
+
+
 @core
 def test_stop_iteration_of_one_element_does_not_end_the_input(strategy, distribute):
     class Batches(list):
