@@ -128,6 +128,17 @@ def test_dtypes(strategy, rank, size, dtype):
     mpidist.check_in_sync(v)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("how", OPERATIONS)
+def test_rows_that_are_views_of_the_variable(strategy, how, dtype):
+    initial = np.array([2, 4, 8, 32]).astype(dtype)
+    v, expected = make(strategy, initial), make(strategy, initial)
+    places = [1, 2, 3, 3]
+    getattr(v, f"scatter_{how}")(mpidist.IndexedSlices(v.value(), places))
+    getattr(expected, f"scatter_{how}")(mpidist.IndexedSlices(initial, places))
+    assert_mirrored(strategy, v, expected.numpy())
+
+
 def test_quotients_of_integers_are_rounded_towards_0(strategy, size):
     v = make(strategy, np.array([7, -7, 7, -7, 9]), aggregation=SUM)
     v.scatter_div(mpidist.IndexedSlices([2, 2, -2, -2, 2, 2], [0, 1, 2, 3, 4, 4]))
