@@ -211,6 +211,9 @@ class Restore:
     def begin(self, restored: list[str], left: list[str]) -> None:
         """Note what was restored, and what was left."""
         self.saved, self.names = {*restored, *left}, set(left)
+        for other in _pending():
+            if other.objects is self.objects and other.number < self.number:
+                other._drop(self.saved)
         if left:
             self._watch()
             _all[self.number] = self
@@ -229,7 +232,21 @@ class Restore:
                 self._containers[name] = value
                 self._lose(x for x in self.names if x.startswith(f"{name}/"))
             if hasattr(value, "__when_attached__"):
-                value.__when_attached__(self.attached)
+                value.__when_attached__(self)
+
+    def _drop(self, names: set[str]) -> None:
+        """Leave to a later restore of the same objects what it has; close the files."""
+        self.names -= names
+        if not self.names:
+            self._reader = None
+            self._containers.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def __call__(self, is_assigned: bool) -> None:
+        """Restore what was attached since, as `attached`."""
+        self.attached(is_assigned)
 
     def _lose(self, names: Iterable[str]) -> None:
         self.lost.update(names)

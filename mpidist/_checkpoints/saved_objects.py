@@ -76,7 +76,7 @@ class SavedObjects:
     def when_attached(self, call: Callable[[bool], None]) -> None:
         """Have a function called when something is attached, as those of a module."""
         if call not in self._told:
-            self._told.insert(0, call)
+            self._told = [call, *filter(None, self._told)]
 
     @property
     def group(self) -> ReplicaGroup:
@@ -176,7 +176,7 @@ class SavedObjects:
             names, left = put()
             rest.begin(names, left)
             if left:
-                self.when_attached(rest.attached)
+                self.when_attached(rest)
             return names, rest
 
         return restore

@@ -71,10 +71,11 @@ class Module:
     def __when_attached__(self, call: Callable[[bool], None]) -> None:
         """Have a function called before (False) and after (True) an assignment.
 
-        Before those of earlier calls.
+        Before those of earlier calls. Those that are false by now are dropped.
         """
         if call not in self.__told:
-            object.__setattr__(self, "_Module__told", (call, *self.__told))
+            told = call, *filter(None, self.__told)
+            object.__setattr__(self, "_Module__told", told)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import shutil
 import warnings
@@ -114,6 +115,25 @@ def test_a_later_restore_wins(saved, folder):
     restore(path, net=late)
     net.w = late.w
     assert net.w == 10
+
+
+def test_restores_in_a_loop_keep_the_files_of_the_last_one_open(saved, rank):
+    """An evaluation that restores each new checkpoint had too many open files."""
+    net, folder = module(w=var(0)), "/proc/self/fd"
+    checkpoint = Checkpoint(net=net)
+    checkpoint.restore(saved, partial=True)
+    for _ in range(20):
+        checkpoint.restore(saved, partial=True)
+    if rank == 0:
+        links = []
+        for number in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # of another thread
+                links.append(os.readlink(f"{folder}/{number}"))
+        assert sum(saved in link for link in links) == 1
+    net.d = {"k": var(0)}
+    assert net.d["k"] == 4
+    checkpoint.inner = Checkpoint(w=var(0))
+    assert checkpoint.inner.w == 6
 
 
 @pytest.mark.parametrize("how", ["assigned", "in a list"])
