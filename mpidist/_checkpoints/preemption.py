@@ -142,6 +142,12 @@ class PreemptionCheckpointHandler:
         self._manager = manager
         self._objects = objects_of(manager.checkpoint)
         self._calls = 0
+        taken = self._objects.by_name.get(_COUNTER)
+        if not (taken is None or isinstance(taken, SimpleNamespace)):
+            raise ValueError(
+                f"{_CALL}: the checkpoint has an object {_COUNTER!r}, the name by "
+                "which the handler saves its number of calls; give it another name"
+            )
         put = functools.partial(setattr, self, "_calls")
         counter = SimpleNamespace(state=lambda: self._calls, restore=put)
         self._objects.by_name[_COUNTER] = counter

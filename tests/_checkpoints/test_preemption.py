@@ -155,3 +155,12 @@ def test_rank_0_leaves_in_a_save_and_all_leave(strategy, folder, rank, monkeypat
     if rank == 0:
         assert not list(folder.iterdir())
     step.assign_add(1)
+
+
+def test_the_name_of_its_counter_is_taken(tmp_path):
+    """The variable was replaced, and not saved."""
+    checkpoint = mpidist.Checkpoint(total_run_calls=mpidist.Variable(7))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the checkpoint has an object 'total_run"):
+            mpidist.experimental.PreemptionCheckpointHandler(None, checkpoint, tmp_path)
+    assert checkpoint.total_run_calls == 7
