@@ -143,7 +143,7 @@ def text_of_settings(groups: list[dict[str, Any]]) -> str:
     for group in groups:
         shown = {key: _shown(x) for key, x in settings_of(group).items()}
         texts.append(", ".join(f"{key}={text}" for key, text in shown.items() if text))
-    return "; ".join(dict.fromkeys(texts))
+    return "; ".join(texts if len(set(texts)) > 1 else texts[:1])
 
 
 def _shown(x: object) -> str:

@@ -447,6 +447,12 @@ def test_what_differs_between_ranks(strategy, rank, torch, mt):
         assert "lr=0.1" in text
         assert "lr=1.1" in text
     sharded.param_groups[0]["lr"] = 0.1
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(3)]
+    several = mt.ZeroRedundancyOptimizer(
+        groups, torch.optim.SGD, strategy=strategy, lr=0.1
+    )
+    several.param_groups[1 + rank]["lr"] = 0.2  # the same two rates on both
+    raises_everywhere(mpidist.CollectiveMismatchError, several.step)
     if rank == 1:
         model[0].bias.grad = None
     for text in raises_everywhere(mpidist.CollectiveMismatchError, sharded.step):
