@@ -60,25 +60,37 @@ class SyncBatchNorm(_BatchNorm):
         Returns:
             The module, or, if it is a batch norm itself, what replaces it.
         """
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            own: Any = module
-            new = cls(
-                own.num_features,
-                own.eps,
-                own.momentum,
-                own.affine,
-                own.track_running_stats,
-                strategy=strategy,
-            )
-            # The tensors themselves: an optimizer may have them already.
-            for name in ("weight", "bias", "running_mean", "running_var"):
-                setattr(new, name, getattr(own, name))
-            new.num_batches_tracked = own.num_batches_tracked
-            new.training = own.training
-            return new
-        for name, child in list(module.named_children()):
-            setattr(module, name, cls.convert_sync_batchnorm(child, strategy=strategy))
+        if isinstance(module, _BatchNorm):
+            return cls._converted(module, strategy)
+        known: dict[torch.nn.Module, Any] = {}
+        # One may have several names.
+        for path, child in list(module.named_modules(remove_duplicate=False)):
+            if isinstance(child, _BatchNorm):
+                if child not in known:
+                    known[child] = cls._converted(child, strategy)
+                parent, _, name = path.rpartition(".")
+                setattr(module.get_submodule(parent), name, known[child])
         return module
+
+    @classmethod
+    def _converted(cls, own: Any, strategy: Strategy | None) -> Any:
+        """Return what replaces a batch norm."""
+        if isinstance(own, cls):
+            return own
+        new = cls(
+            own.num_features,
+            own.eps,
+            own.momentum,
+            own.affine,
+            own.track_running_stats,
+            strategy=strategy,
+        )
+        # The tensors themselves: an optimizer may have them already.
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            setattr(new, name, getattr(own, name))
+        new.num_batches_tracked = own.num_batches_tracked
+        new.training = own.training
+        return new
 
     def forward(self, input: torch.Tensor) -> Any:
         """Return the normalized input. Collective in training."""

@@ -103,6 +103,12 @@ def test_a_converted_module(strategy, rank, torch, norm):
             twin(torch.zeros(4, 3))
     alone = norm.convert_sync_batchnorm(torch.nn.BatchNorm2d(4))
     assert type(alone) is norm
+    again = torch.nn.BatchNorm1d(3)
+    model = torch.nn.Sequential(again, again, torch.nn.Sequential(again))
+    norm.convert_sync_batchnorm(model)
+    assert type(model[0]) is norm
+    assert model[0] is model[1]
+    assert model[0] is model[2][0]
 
 
 def test_float16_and_autocast(strategy, rank, torch, norm):
