@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -148,6 +149,8 @@ def global_norm(arrays: Sequence[Array], scratch: Array) -> Array:
 
 def clip_scale(norm: Array, clip_norm: float) -> Array:
     """Return the factor for gradients of this norm; NaN for inf and NaN."""
+    if math.isinf(clip_norm):
+        return norm - norm + 1.0
     return clip_norm / array_functions.maximum(norm, clip_norm) + (norm - norm)
 
 

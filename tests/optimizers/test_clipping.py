@@ -24,6 +24,17 @@ def test_a_norm_that_is_not_finite_gives_nan(bad):
     assert np.isnan(b).all()
 
 
+def test_a_norm_without_a_limit():
+    (clipped,), norm = clip_by_global_norm([np.array([3.0, 4.0])], np.inf)
+    assert (clipped.tolist(), norm) == ([3.0, 4.0], 5.0)
+    (clipped,), _ = clip_by_global_norm([np.array([np.inf, 4.0])], np.inf)
+    assert np.isnan(clipped).all()
+    w = mpidist.Variable(np.ones(2))
+    sgd = mpidist.optimizers.SGD(0.5, global_clipnorm=np.inf)
+    sgd.apply_gradients([(np.ones(2), w)])
+    assert w.numpy().tolist() == [0.5, 0.5]
+
+
 @pytest.mark.parametrize(
     "clip", [np.array(5), np.float32(5), np.array(5.0), mpidist.Variable(5.0)]
 )
