@@ -358,14 +358,22 @@ class Optimizer:
                 anywhere in it.
 
         Raises:
+            TypeError: if they are not in a list or the like: one name alone; for what
+                is not a variable in ``var_list``.
             RuntimeError: if the state has already been created.
         """
+        call, what = "exclude_from_weight_decay", "a list"
+        for given in (var_list, var_names):
+            expect(not isinstance(given, (str, Variable)), call, what, given)
+        variables, hint = list(var_list or ()), "write `var_names=` for names"
+        for x in variables:
+            expect(isinstance(x, Variable), call, "variables", x, hint)
         if self._state is not None:
             raise RuntimeError(
                 "exclude_from_weight_decay: the optimizer has been built; call it "
                 "before `build` and the first `apply_gradients`"
             )
-        self._not_decayed_variables += var_list or ()
+        self._not_decayed_variables += variables
         self._not_decayed += var_names or ()
         self._describe_settings()
 

@@ -165,6 +165,11 @@ def test_no_weight_decay_for_some():
     w, b, c = (mpidist.Variable(np.ones(2), name=n) for n in ("w", "bias", "c"))
     optimizer = AdamW(0.1, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_list=[c], var_names=["^bia"])
+    for alone in ({"var_list": w}, {"var_names": "bias"}):  # "b", "i", "a" and "s"
+        with pytest.raises(TypeError, match="weight_decay: expected a list"):
+            optimizer.exclude_from_weight_decay(**alone)
+    with pytest.raises(TypeError, match="`var_names=` for names"):
+        optimizer.exclude_from_weight_decay(["bias"])
     optimizer.apply_gradients([(np.zeros(2), v) for v in (w, b, c)])
     np.testing.assert_array_equal(w.numpy(), 1 - 0.1 * 0.5)
     np.testing.assert_array_equal(b.numpy(), 1)
