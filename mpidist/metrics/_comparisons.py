@@ -34,7 +34,11 @@ class Accuracy(_Compared):
     """The fraction of predictions that equal their label; of the same shape."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return _of_shape(true, pred.shape, self._call) == pred
+        true = _of_shape(true, pred.shape, self._call)
+        if true.dtype.kind == pred.dtype.kind == "f":  # 0.1 is another one in float64
+            narrow = min(true.dtype, pred.dtype, key=lambda dtype: dtype.itemsize)
+            true, pred = true.astype(narrow), pred.astype(narrow)
+        return true == pred
 
 
 class SparseCategoricalAccuracy(_Compared):
@@ -67,7 +71,9 @@ class BinaryAccuracy(_Compared):
         self.threshold = threshold
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return _of_shape(true, pred.shape, self._call) == (pred > self.threshold)
+        return _of_shape(true, pred.shape, self._call) == (
+            pred > float(self.threshold)  # in the dtype of the predictions
+        )
 
 
 class MeanSquaredError(_Compared):
@@ -91,7 +97,8 @@ class MeanAbsolutePercentageError(_Compared):
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        size = np.maximum(abs(_of_shape(true, pred.shape, self._call)), _EPSILON)
+        true = _of_shape(true, pred.shape, self._call).astype(np.float64)
+        size = np.maximum(abs(true), _EPSILON)
         return 100.0 * abs(self._difference(true, pred)) / size
 
 
@@ -103,7 +110,9 @@ class MeanSquaredLogarithmicError(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         true = _of_shape(true, pred.shape, self._call)
-        one, other = (np.log1p(np.maximum(x, _EPSILON)) for x in (true, pred))
+        one, other = (
+            np.log1p(np.maximum(x.astype(np.float64), _EPSILON)) for x in (true, pred)
+        )
         return (one - other) ** 2
 
 

@@ -92,12 +92,30 @@ def test_a_metric_of_no_scope_is_of_one_process(strategy):
         ("MeanAbsoluteError", [np.uint8([3]), np.uint8([5])], 2.0),
         ("MeanSquaredError", [np.uint8([20]), np.uint8([0])], 400.0),
         ("MeanAbsoluteError", [np.array([True]), np.array([False])], 1.0),
+        ("MeanAbsolutePercentageError", [np.int8([-128]), np.float32([-64])], 50.0),
+        (
+            "MeanSquaredLogarithmicError",
+            [np.float16([1000]), np.float16([1001])],
+            (np.log1p(1001) - np.log1p(1000)) ** 2,
+        ),
     ],
 )
 def test_sums_and_differences_are_of_float64(strategy, kind, given, expected):
     metric = getattr(mpidist.metrics, kind)()
     metric.update_state(*given)
     assert metric.result() == expected
+
+
+def test_comparisons_are_of_the_narrower_dtype(strategy):
+    """As in Keras: 0.6 is not a number of float32, and less than the nearest one."""
+    narrow, wide = np.array([[0.6]], np.float32), [[0.6]]
+    for pair in ((narrow, wide), (wide, narrow)):
+        assert mpidist.metrics.Accuracy()(*pair) == 1.0
+    for number in (0.6, np.float64(0.6)):
+        below = mpidist.metrics.BinaryAccuracy(threshold=number)
+        assert below([[0]], narrow) == 1.0
+        score = mpidist.metrics.F1Score("micro", threshold=number)
+        assert score([[1]], narrow) == 0.0
 
 
 @pytest.mark.guests
