@@ -382,7 +382,8 @@ class Items(Stage):
     def __init__(self, items: Any, call: str) -> None:
         self._items, self._call = items, call
         self._turn, self._turns = 0, 1
-        self.again = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+        self._numbered = hasattr(items, "__len__") and hasattr(items, "__getitem__")
+        self.again = self._numbered
         self.one_shot = hasattr(items, "__next__") or isinstance(items, Calls)
         self.cardinality()
         self.text = type(items).__name__
@@ -432,7 +433,7 @@ class Items(Stage):
         return found
 
     def _begin(self) -> Iterator[Nest]:
-        if self.again:
+        if self._numbered:
             return _Numbered(self._items)
         if self._opened and hasattr(self._items, "__next__"):
             raise RuntimeError(

@@ -301,6 +301,33 @@ def test_ranks_split_alike_after_a_first_batch_that_one_could_not_read(
 
 
 @core
+def test_a_sequence_whose_items_go_to_the_replicas_in_turn(size):
+    class Batches:  # whose length is its only end
+        def __len__(self):
+            return 3 * size + 1
+
+        def __getitem__(self, index):
+            return None if index == size else np.full(1, index)
+
+    def numbers(iterator):
+        steps = itertools.islice(iterator, 5)
+        return [int(x[0]) for step in steps for x in results(step)]
+
+    strategy = mpidist.MirroredStrategy()
+    results = strategy.experimental_local_results  # of all replicas
+    dataset = strategy.distribute_datasets_from_function(lambda context: Batches())
+    expected = [n for n in range(3 * size + 1) if n != size]
+    iterator = iter(dataset)
+    next(iterator)
+    state = iterator.state()
+    assert numbers(iterator) == expected[size:]
+    iterator.restore(state)
+    assert numbers(iterator) == expected[size:]
+    assert numbers(dataset) == expected
+    strategy.close()
+
+
+@core
 def test_stop_iteration_of_one_element_does_not_end_the_input(strategy, distribute):
     class Batches(list):
         def __getitem__(self, index):
