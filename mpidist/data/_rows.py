@@ -304,6 +304,11 @@ def _combine(
             raise ValueError(f"Dataset.batch: {ONE_KIND} {first} and {other}; {PAD}")
     columns = zip(*(block.leaves for block in blocks), strict=True)
     leaves = [getattr(backend.module_of(one[0]), method)(one) for one in columns]
+    for number, leaf in enumerate(leaves):
+        if leaf.dtype.kind in "SU":  # NumPy makes text of numbers beside it
+            for other in blocks:
+                if other.leaves[number].dtype.kind != first.leaves[number].dtype.kind:
+                    raise ValueError(f"Dataset.batch: {ONE_KIND} {first} and {other}")
     return RowBlock(leaves, first.structure)
 
 

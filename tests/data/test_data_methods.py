@@ -245,6 +245,12 @@ def test_text_that_numpy_would_change_is_refused(make):
         list(make())
 
 
+@pytest.mark.parametrize("rows", [(1, "a"), ("a", 1), ("a", b"b")])
+def test_a_batch_makes_no_text_of_what_is_none(rows):
+    with pytest.raises(ValueError, match="expected rows of one structure, dtype"):
+        list(generated(*rows).batch(2))
+
+
 def test_list_files(tmp_path):
     for name in "cab":
         np.save(tmp_path / f"{name}.npy", np.full(2, ord(name)))
