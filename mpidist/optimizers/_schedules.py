@@ -36,12 +36,17 @@ class AssignableRate(float):
 
 
 def of_step(rate: Callable[..., float]) -> Callable[[int], float]:
-    """Return a function of the step, given one of that or, as in Keras, of nothing."""
+    """Return a function of the step, given one of that or, as in Keras, of nothing.
+
+    One whose parameters have defaults is of nothing, such as ``lambda r=rate: r``.
+    """
     try:
-        parameters = inspect.signature(rate).parameters
+        parameters = inspect.signature(rate).parameters.values()
     except (TypeError, ValueError):  # of a function of C
         return rate
-    return rate if parameters else functools.partial(_at_any_step, rate)
+    if any(x.default is x.empty and x.kind is not x.VAR_KEYWORD for x in parameters):
+        return rate
+    return functools.partial(_at_any_step, rate)
 
 
 def _at_any_step(rate: Callable[[], float], step: int) -> float:

@@ -34,6 +34,27 @@ def test_schedules():
     np.testing.assert_allclose(w.numpy(), -sum(rates))
 
 
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        (lambda: 0.5, [0.5, 0.5]),
+        (lambda rate=0.5: rate, [0.5, 0.5]),  # as in a loop that makes optimizers
+        (lambda **settings: 0.5, [0.5, 0.5]),
+        (lambda step: 1.0 + step, [1.0, 2.0]),
+        (lambda step, base=1.0: base + step, [1.0, 2.0]),
+        (lambda *arguments: 1.0 + arguments[0], [1.0, 2.0]),
+    ],
+)
+def test_a_function_is_given_the_step_if_it_needs_it(rate, expected):
+    w = mpidist.Variable(np.zeros(1))
+    optimizer = SGD(rate)
+    rates = []
+    for _ in expected:
+        rates.append(optimizer.learning_rate)
+        optimizer.apply_gradients([(np.ones(1), w)])
+    assert rates == expected
+
+
 def test_schedules_of_keras():
     """The numbers are those of the formulas of Keras' pages."""
     steps = [0, 3, 5, 10, 13]
