@@ -23,6 +23,7 @@ from mpidist.data._rows import (
     common_spec,
     join,
     longest_text,
+    name_of_dtype,
     map_like,
 )
 from mpidist.data._stages import (
@@ -201,6 +202,10 @@ def _padded(column: tuple[Array, ...], shape: _Shape, value: Any) -> Array:
         )
     xp: Any = backend.module_of(column[0])
     dtype = xp.result_type(*column)
+    other = next((row for row in column if row.dtype.kind != dtype.kind), None)
+    if dtype.kind in "SU" and other is not None:  # NumPy makes text of numbers
+        kind = name_of_dtype(dtype)
+        raise ValueError(f"{_PADDED}: expected rows of {kind}, got {other!r:.80}")
     padding = _padding(value, dtype)
     dtype = longest_text(dtype, np.asarray(padding).dtype)
     filled: Array = xp.full((len(column), *target), padding, dtype)

@@ -144,7 +144,8 @@ class R2Score(_OfColumns):
 
     Labels and predictions have shape (rows, outputs).
 
-    It is 0 for labels that are all the same; NaN without any, and if such labels are
+    For labels that are all the same it is 0, or, where their sums are rounded, as of
+    0.1, a number without meaning, as in Keras; NaN without any, and if such labels are
     predicted exactly.
 
     Args:

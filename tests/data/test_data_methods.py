@@ -249,6 +249,8 @@ def test_text_that_numpy_would_change_is_refused(make):
 def test_a_batch_makes_no_text_of_what_is_none(rows):
     with pytest.raises(ValueError, match="expected rows of one structure, dtype"):
         list(generated(*rows).batch(2))
+    with pytest.raises(ValueError, match=r"padded_batch: expected rows of .*, got "):
+        list(generated(*rows).padded_batch(2))
 
 
 def test_list_files(tmp_path):
