@@ -77,7 +77,7 @@ class DistributedValues(Components, Generic[Own]):
     def _seen(self, frame: context.Frame) -> Seen:
         if self._all is not None and (frame.coordinator or self._key is None):
             return None, self._all
-        if sees_all(self._home, frame):
+        if self._num_replicas > 1 and sees_all(self._home, frame):
             return self._home.group, self._own
         return None, (self._own,)
 

@@ -23,8 +23,8 @@ from mpidist.data._rows import (
     common_spec,
     join,
     longest_text,
-    name_of_dtype,
     map_like,
+    name_of_dtype,
 )
 from mpidist.data._stages import (
     END,

@@ -428,6 +428,25 @@ def test_rows_whose_numbers_differ(strategy_with, rank, size):
         raises_everywhere(mpidist.CollectiveMismatchError, call)
 
 
+def test_a_result_that_is_the_value_itself(strategy_with):
+    """What is read of an ON_READ variable is not its copy, which can be written."""
+
+    class Unchanged(mpidist.CollectiveAllReduce):
+        def batch_reduce_implementation(self, op, pairs, options):
+            return [value for value, _ in pairs]
+
+        def reduce_implementation(self, op, value, destinations, options):
+            return value
+
+    strategy = strategy_with(Unchanged())
+    v = make(strategy, np.ones(2), synchronization="ON_READ", aggregation=SUM)
+    with strategy.scope():
+        before = v.value()
+    strategy.run(lambda: v.assign_add(np.ones(2)))
+    np.testing.assert_array_equal(before, [1.0, 1.0])
+    np.testing.assert_array_equal(local(strategy, v.value), [2.0, 2.0])
+
+
 def test_wrong_results(strategy_with):
     class Short(mpidist.CollectiveAllReduce):
         def batch_reduce_implementation(self, op, pairs, options):

@@ -257,6 +257,8 @@ def test_whose_components_values_shows(strategy, rank, size):
         for one in (ON_WRITE, ON_READ)
     )
     plain = mpidist.Variable(1.0, synchronization=ON_READ)  # of this rank alone
+    default = mpidist.get_strategy()
+    alone = default.experimental_distribute_values_from_function(lambda _: 1.0)
     with strategy.scope():
         by_hand = mpidist.PerReplica([*range(size)])
     kept = []
@@ -265,10 +267,10 @@ def test_whose_components_values_shows(strategy, rank, size):
         kept.append(mpidist.PerReplica([*range(size)]))
         distribution.reduce("SUM", kept[0], axis=None)  # now all ranks have it
         assert not any(copy.flags.writeable for copy in metric.values)
-        return [len(one.values) for one in (x, kept[0], v, metric, plain)]
+        return [len(one.values) for one in (x, kept[0], v, metric, plain, alone)]
 
     numbers = strategy.run(lambda: context().merge_call(merge_fn, (1.0,)))
-    assert [own(strategy, n) for n in numbers] == [size] * 4 + [1]
+    assert [own(strategy, n) for n in numbers] == [size] * 4 + [1] * 2
     assert [len(one.values) for one in (v, metric, plain)] == [1] * 3
     assert by_hand.values == tuple(range(size))
     assert [one.values for one in kept] == [(0,)][: len(kept)]
