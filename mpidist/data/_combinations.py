@@ -202,10 +202,10 @@ def _padded(column: tuple[Array, ...], shape: _Shape, value: Any) -> Array:
         )
     xp: Any = backend.module_of(column[0])
     dtype = xp.result_type(*column)
-    other = next((row for row in column if row.dtype.kind != dtype.kind), None)
-    if dtype.kind in "SU" and other is not None:  # NumPy makes text of numbers
-        kind = name_of_dtype(dtype)
-        raise ValueError(f"{_PADDED}: expected rows of {kind}, got {other!r:.80}")
+    for row in column if dtype.kind in "SU" else ():  # NumPy makes text of numbers
+        if row.dtype.kind != dtype.kind:
+            kind = name_of_dtype(dtype)
+            raise ValueError(f"{_PADDED}: expected rows of {kind}, got {row!r:.80}")
     padding = _padding(value, dtype)
     dtype = longest_text(dtype, np.asarray(padding).dtype)
     filled: Array = xp.full((len(column), *target), padding, dtype)
