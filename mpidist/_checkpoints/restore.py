@@ -181,7 +181,7 @@ class Restore:
         found = [x for x in items if x.name in given]
         missing = [x.name for x in items if x.name not in given and not x.is_optional]
         # A state that is an array itself has an array of its own name.
-        parts = {*manifest.of_states(manifest.states)} - manifest.states.keys()
+        parts = {*manifest.of_states(manifest.states)}.difference(manifest.states)
         known = parts.union(*own.values())
         left = [name for name in saved if name not in known]
         lines = [problem for x in found if (problem := problem_of(x, reader))]

@@ -96,8 +96,10 @@ def test_learning_rates_without_the_step_and_of_variables(strategy, v):
         optimizer.apply_gradients([(np.ones(3), v)])
         optimizer.learning_rate = lambda: next(rates)
         optimizer.apply_gradients([(np.ones(3), v)])
-        optimizer.learning_rate = lambda step=7: 10.0 * step
+        optimizer.learning_rate = lambda step, factor=10.0: factor * step
         assert float(optimizer.learning_rate) == 20.0
+        optimizer.learning_rate = lambda rate=0.5: rate
+        assert float(optimizer.learning_rate) == 0.5
         rate = mpidist.Variable(0.25, name="rate")
     np.testing.assert_array_equal(v, [-2.0] * 3)
     warm = mpidist.optimizers.linear_warmup(lambda: 8.0, 4)
