@@ -242,11 +242,8 @@ class Restore:
             self._containers.clear()
 
     def __bool__(self) -> bool:
+        """Return whether anything is left."""
         return bool(self.names)
-
-    def __call__(self, is_assigned: bool) -> None:
-        """Restore what was attached since, as `attached`."""
-        self.attached(is_assigned)
 
     def _lose(self, names: Iterable[str]) -> None:
         self.lost.update(names)
@@ -264,7 +261,7 @@ class Restore:
                     if (type(item), id(item.owner)) in owners:
                         self.names -= {*item.names_in(self.names)}
 
-    def attached(self, is_assigned: bool) -> None:
+    def __call__(self, is_assigned: bool) -> None:
         """Restore what was attached since. Collective if that is anything.
 
         Args:
@@ -449,7 +446,7 @@ def _look(group: ReplicaGroup) -> None:
     group.before_run = None
     if agreed:
         for restore in pending:
-            restore.attached(False)
+            restore(False)
 
 
 when_made.append(_note)

@@ -90,7 +90,7 @@ def find_parts(path: Path) -> list[Path]:
     """Return the parts of the timeline ``path`` that are there, by rank."""
     parts = path.parent.glob(f"{glob.escape(path.name)}.rank*")
     by_rank = {x.suffix.removeprefix(".rank"): x for x in parts}
-    return [by_rank[rank] for rank in sorted(filter(str.isdigit, by_rank), key=int)]
+    return [by_rank[rank] for rank in sorted(filter(str.isdecimal, by_rank), key=int)]
 
 
 def read_part(path: Path) -> Part:
