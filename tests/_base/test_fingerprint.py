@@ -90,6 +90,15 @@ def test_prints_of_arrays_differ_with_values_and_dtypes(dtype, size):
         assert one != other
 
 
+@pytest.mark.parametrize("size", [600, 5000, 300_000])
+def test_values_that_have_moved_give_another_summary(size):
+    x = np.arange(size)
+    middle = slice(size // 2, size // 2 + 2)
+    swapped = x.copy()
+    swapped[middle] = x[middle][::-1]
+    assert checksums.summarize(x) != checksums.summarize(swapped)
+
+
 def test_numbers_count_with_their_lowest_64_bits_and_their_order():
     rows = [(), (0,), (1, 2), (2, 1), (1, 2, 0), (-1,), (2**63,)]
     assert len({fingerprint_of_numbers(row) for row in rows}) == len(rows)
