@@ -99,7 +99,7 @@ class CollectiveHandle(Generic[_T]):
             if self._calls is not None:
                 self._calls.wait_for(self)
             if self._error is not None:
-                if self._calls is not None and self._calls.failure is not None:
+                if self._calls is not None and self._calls.failure is self._error:
                     self._calls.drain()
                 raise self._error
             if self._check is not None:

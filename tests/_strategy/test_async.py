@@ -1,5 +1,6 @@
 """Calls that are begun now and end later: all_reduce_async and all_gather_async."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -242,6 +243,13 @@ def test_a_program_goes_on_after_an_error(strategy, rank, size):
             bad.result()
         with pytest.raises(kind) if size > 1 else warnings.catch_warnings():
             later.result()
+        new = ctx.all_reduce_async("NO SUCH", 1.0)
+        while not new.done():
+            time.sleep(0.001)
+        with contextlib.suppress(mpidist.CollectiveMismatchError):
+            bad.result()  # an old error, which says nothing about the new one
+        with pytest.raises(ValueError, match="NO SUCH"):
+            ctx.all_reduce("SUM", 1.0)
         return ctx.all_reduce_async("SUM", 1.0).result()
 
     assert local(strategy, step) == size
