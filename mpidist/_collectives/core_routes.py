@@ -185,7 +185,8 @@ class CoreReduce(Plan):
                 status = exchange(sources, targets, *where, fingerprint, timeout_ms)
         except BaseException as error:
             raise guard.abandon(call, error) from None
-        if status is None:
+        if status is None:  # nothing was sent: the call before is still the last one
+            guard.call = guard.previous_call
             return None
         if status:
             guard.conclude(

@@ -371,7 +371,7 @@ def test_a_rank_that_sleeps(new_strategy, rank, size, caplog, monkeypatch):
         if rank == sleeper:
             time.sleep(3.5)  # without a look at the messages of the others
         with after_the_others(rank == sleeper):
-            context().all_reduce("SUM", np.ones(7), short)
+            context().all_reduce("SUM", np.ones(14)[::2], short)  # not contiguous
 
     start = time.monotonic()
     error = outcome(strategy, step)
