@@ -16,8 +16,9 @@ value      key                  a variable or a distributed value
 named      path, aliases, type  an object that merge_fn can reach (`object_names`)
 global     module, name         a function or class of a module
 function   code, module         one that closes over nothing, with a module's globals
-array      dtype, shape, data   an array of at most `MOST_INLINE_BYTES`
-sent       number               another array, which is sent separately, from its buffer
+array      dtype, shape, data,  an array of at most `MOST_INLINE_BYTES`, or not in this
+           strides              machine's byte order; its strides unless in C order
+sent       number, strides      another array, which is sent separately, from its buffer
 =========  ===================  ======================================================
 
 In the arguments of a command lists, dicts and arrays are data: rank 0's are sent, also
@@ -39,7 +40,7 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveError
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Array, HostArray, Nest
 from mpidist._merge import object_names, object_parts
 from mpidist._merge.object_parts import ATOMS
 from mpidist._runtime.group import ReplicaGroup
@@ -237,12 +238,15 @@ class _Pickler(Pickler):  # type: ignore[misc]
                 return None
             return ("function", object_parts.encode(obj.__code__), home)
         if kind is np.ndarray and obj.dtype.kind in _NUMBERS:
-            if obj.nbytes <= MOST_INLINE_BYTES:
-                return ("array", obj.dtype.str, obj.shape, obj.tobytes())
-        elif not backend.is_device_array(obj):
+            strides = None if obj.flags.c_contiguous else obj.strides
+            if obj.nbytes <= MOST_INLINE_BYTES or not obj.dtype.isnative:
+                return ("array", obj.dtype.str, obj.shape, obj.tobytes(), strides)
+        elif backend.is_device_array(obj):
+            strides = None
+        else:
             return None
         self.arrays.append(obj)
-        return ("sent", len(self.arrays) - 1)
+        return ("sent", len(self.arrays) - 1, strides)
 
     @functools.cached_property
     def _data(self) -> dict[int, Nest]:
@@ -273,6 +277,28 @@ class _Pickler(Pickler):  # type: ignore[misc]
         return *made, object_parts.state_of(obj), None, None, object_parts.fill
 
 
+def _laid_out(x: Array, strides: Sequence[int] | None) -> Array:
+    """Return an array laid out as rank 0's, but with gaps of at most one element.
+
+    NumPy then goes through both in the same order, on which the bits of sums depend.
+    """
+    if strides is None:
+        return x
+    new = [*strides]
+    step = until = x.itemsize
+    for axis in sorted(range(x.ndim), key=lambda i: abs(strides[i])):
+        size, old = x.shape[axis], abs(strides[axis])
+        if size > 1 and old:
+            step += x.itemsize * (old != until)
+            new[axis] = step if strides[axis] > 0 else -step
+            step, until = step * size, old * size
+    start = sum(s * (1 - n) for s, n in zip(new, x.shape, strict=True) if s < 0)
+    memory = np.empty(step, np.uint8)
+    made: HostArray = np.ndarray(x.shape, x.dtype, memory, start, new)
+    made[...] = x
+    return made
+
+
 class _Unpickler(pickle.Unpickler):
     """Has attributes: Python 3.13.0 can set no `persistent_load` of the base class."""
 
@@ -293,7 +319,9 @@ class Reader:
             "named": self._named,
             "global": object_parts.lookup,
             "function": object_parts.make,
-            "array": lambda dtype, shape, data: np.ndarray(shape, dtype, data).copy(),
+            "array": lambda dtype, shape, data, strides: _laid_out(
+                np.ndarray(shape, dtype, data).copy(), strides
+            ),
         }
 
     def read(self, content: Content, arrays: list[Array]) -> Any:
@@ -304,7 +332,9 @@ class Reader:
             arrays: those that were sent after it.
         """
         data, references, _ = content
-        resolvers = self._resolvers | {"sent": arrays.__getitem__}
+        resolvers = self._resolvers | {
+            "sent": lambda number, strides: _laid_out(arrays[number], strides)
+        }
         objects = [*_OURS, *self._group.public_objects]
         objects += [resolvers[kind](*fields) for kind, *fields in references]
         unpickler = _Unpickler(io.BytesIO(data))

@@ -75,14 +75,10 @@ class Coordinator:
             with context.entered(frame):
                 result = merge_fn(group.strategy, *args, **kwargs)
                 del args, kwargs
-                whole = None
                 if type(result) not in object_parts.ATOMS:
-                    leaves, whole = nest.flatten(result)
+                    result = nest.map_structure(self._part_of, result)
                 if self._several:
-                    sent = result
-                    if whole is not None:
-                        sent = whole.unflatten(map(self._part_of, leaves))
-                    content, arrays = self._writer.write(sent, named=False)
+                    content, arrays = self._writer.write(result, named=False)
                     guard.set_alone(False)
                     self._send("return", content)
         except BaseException as error:
@@ -97,9 +93,7 @@ class Coordinator:
             self._close()
         if arrays:
             group.collectives.send_arrays(arrays, "merge_call")
-        if whole is None:
-            return result
-        return whole.unflatten(map(_own_result, leaves))
+        return nest.map_structure(_own_result, result)
 
     def _send_error(self, error: BaseException) -> None:
         """Send the exception of merge_fn."""
@@ -123,9 +117,13 @@ class Coordinator:
                 set_gathered(value, None)
 
     def _part_of(self, leaf: Nest) -> Nest:
-        """Return what is sent for a leaf of merge_fn's result."""
-        made_here = isinstance(leaf, Mirrored) and not self._registry.has(leaf)
-        return component(leaf) if made_here else leaf
+        """Return what is sent for a leaf of merge_fn's result, which rank 0 gets too.
+
+        Of an array it is a copy, since the program may keep using it.
+        """
+        if isinstance(leaf, Mirrored) and not self._registry.has(leaf):
+            leaf = component(leaf)
+        return _copied(leaf)
 
     # --- operations ---------------------------------------------------------------
 
@@ -335,7 +333,11 @@ def _check_mirrored(value: Mirrored) -> None:
 
 
 def _own_result(leaf: Nest) -> Nest:
-    """Return rank 0's part: a copy of an array, since the program may keep using it."""
-    if isinstance(leaf, Registered):
-        return own_component(leaf)
-    return backend.copied(leaf, "merge_call") if backend.is_array(leaf) else leaf
+    """Return rank 0's part of a value; a copy, as the others get, of one made here."""
+    made_here = isinstance(leaf, DistributedValues) and gathered(leaf) is not None
+    own = own_component(leaf)
+    return _copied(own) if made_here else own
+
+
+def _copied(x: Nest) -> Nest:
+    return backend.copied(x, "merge_call") if backend.is_array(x) else x

@@ -99,6 +99,25 @@ def test_many_updates_in_a_row(strategy, size, length):
     assert_usable(strategy)
 
 
+@pytest.mark.parametrize("n", [37, 131])
+def test_sums_of_arrays_that_are_not_in_c_order(strategy, n):
+    """On the layout of an array the last bits depend, which have to be the same."""
+    x = np.random.default_rng(n).normal(size=(n, n // 2, 2))
+    views = [x.T, x[:, :5], x[:, 3::2, 1], x[::-1, ::-2], x.transpose(1, 2, 0)]
+    views += [x[..., :1], np.asfortranarray(x[..., 0]), x.astype(">f8").T]
+    views += [np.broadcast_to(x, (3, *x.shape)), x.astype(np.float32)[..., 0].T]
+    variables = [make(strategy, 0.0) for _ in views]
+
+    def merge_fn(distribution):
+        for v, view in zip(variables, map(np.ndarray.view, views), strict=True):
+            distribution.extended.update(v, lambda v, x: v.assign(np.sum(x)), (view,))
+            distribution.extended.update(v, lambda v: v.assign_add(np.sum(view)))  # noqa: B023
+
+    merge(strategy, merge_fn)
+    for v, view in zip(variables, views, strict=True):
+        assert_mirrored(strategy, v, 2.0 * float(np.sum(view)))
+
+
 @pytest.mark.processes
 def test_arguments_are_dropped_after_their_update(strategy):
     v = make(strategy, np.zeros(3))
