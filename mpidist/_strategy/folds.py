@@ -204,7 +204,7 @@ def reduce_axes(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Partial:
     elif count == 0:
         reduced = {axis % x.ndim for axis in axes}
         kept = [n for k, n in enumerate(x.shape) if k not in reduced]
-        result = xp.full(kept, _identity(op, x.dtype), x.dtype)
+        result = xp.full(kept, _identity(op, x.dtype), x.dtype)[()]  # as numpy.max
     else:
         result = function(x, axis=axes)
     return Partial(result, count, x.dtype, kind)
@@ -216,14 +216,14 @@ def reduce_same(op: ReduceOp, leaf: object, axes: tuple[int, ...]) -> Nest:
     return _result_of(op, part.array, part.elements, part)
 
 
-def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> list[Nest]:
-    """Combine the partial results of all replicas. Collective.
-
-    Raises:
-        ValueError: for MIN and MAX, if no replica has any elements.
-    """
+def combine(
+    collectives: Collectives, op: ReduceOp, parts: list[Partial], axes: tuple[int, ...]
+) -> list[Nest]:
+    """Combine the partial results of all replicas. Collective."""
     how = ReduceOp(RULES[op].combining)
-    call = f"{_CALL} {op.name} over axes"
+    # What the partial results do not show, but all ranks must have in common:
+    dtypes = ", ".join(str(part.dtype) for part in parts)
+    call = f"{_CALL} {op.name} of {dtypes} over axes {axes}:"
     arrays = [part.array for part in parts]
     counts = np.array([part.elements for part in parts], np.int64)
     if how is ReduceOp.SUM:
@@ -231,15 +231,19 @@ def combine(collectives: Collectives, op: ReduceOp, parts: list[Partial]) -> lis
     else:
         totals = collectives.all_reduce(ReduceOp.SUM, counts, call=call)
         arrays = collectives.all_reduce(how, arrays, call=call)
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and not all(totals):
-        raise ValueError(
-            f"{_CALL}: {op.name} over an axis that has no elements on any replica"
-        )
     return [_result_of(op, *row) for row in zip(arrays, totals, parts, strict=True)]
 
 
 def _result_of(op: ReduceOp, reduced: Any, total: int, part: Partial) -> Nest:
-    """Return the result of all parts, given what they and their elements add up to."""
+    """Return the result of all parts, given what they and their elements add up to.
+
+    Raises:
+        ValueError: for MIN and MAX, if no replica has any elements.
+    """
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and not total:
+        raise ValueError(
+            f"{_CALL}: {op.name} over an axis that has no elements on any replica"
+        )
     entry = dtype_table.reduction(part.dtype, op, _CALL)
     if op is ReduceOp.MEAN:
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -115,7 +115,7 @@ def _reduce(
     if axes is None:
         reduced = group.all_reduce(op, local, call=call)
     else:
-        reduced = folds.combine(collectives, op, parts)
+        reduced = folds.combine(collectives, op, parts, axes)
     for i, x in zip(moving, reduced, strict=True):
         results[i] = x
     return structure.unflatten(results)

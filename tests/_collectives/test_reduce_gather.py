@@ -154,6 +154,7 @@ def test_the_extreme_of_replicas_without_rows(strategy, size, op, dtype):
     result = strategy.reduce(op, value, axis=0)
     assert result == x[1]
     assert np.asarray(result).dtype == dtype
+    assert isinstance(result, np.generic)
 
 
 def test_nothing_anywhere(strategy):
@@ -162,6 +163,20 @@ def test_nothing_anywhere(strategy):
     assert np.isnan(strategy.reduce("MEAN", value, axis=0)).all()
     np.testing.assert_array_equal(strategy.reduce("SUM", value, axis=0), [0, 0])
     np.testing.assert_array_equal(strategy.reduce("PROD", value, axis=0), [1, 1])
+    for nothing in (value, np.zeros((0, 2))):
+        raises_everywhere(ValueError, lambda x=nothing: strategy.reduce("MAX", x, 0))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_axes_or_dtypes_that_differ(strategy, rank):
+    """What is reduced over the axes may have one shape and dtype all the same."""
+    x = np.eye(2, dtype=np.float32)
+    narrow = x.astype(np.float16) if rank == 1 else x
+    for value, axis in ((x, min(rank, 1)), (narrow, 0)):
+        raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda value=value, axis=axis: reduce(strategy, value, axis),
+        )
 
 
 # --- reduce of what is not per replica ------------------------------------------------
