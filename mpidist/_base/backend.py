@@ -173,8 +173,13 @@ def check_dtype(dtype: DType, call: str) -> None:
 
 
 def number_kind(dtype: DType) -> str:
-    """Return the kind of a dtype as NumPy's, and "f" for bfloat16, whose own is "V"."""
-    return "f" if is_bfloat16(dtype) else str(dtype.kind)
+    """Return the kind of a dtype as NumPy's; of ml_dtypes "f" for bfloat16, else "V".
+
+    Their own are "V" for bfloat16 and "f" for float8_e5m2, for which MPI has no type.
+    """
+    if dtype.isbuiltin == 2:  # not one of NumPy's
+        return "f" if is_bfloat16(dtype) else "V"
+    return str(dtype.kind)
 
 
 def is_bfloat16(dtype: DType) -> bool:

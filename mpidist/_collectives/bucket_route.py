@@ -235,7 +235,7 @@ class BucketReduce(PreparedPlan[_Call]):
         operation = self._leaves[index].reduction.combining
         combine: Callable[..., Array] = COMBINE[operation].reduce
         if self._wanted:
-            work.results[index] = combine(values, axis=0).reshape(x.shape)
+            combine(values, axis=0, out=work.results[index])
 
 
 def buckets(resources: Resources, signature: Signature) -> BucketReduce | None:

@@ -6,6 +6,7 @@ import functools
 import time
 import types
 
+import ml_dtypes
 import numpy as np
 import pytest
 from replicas import (
@@ -77,6 +78,8 @@ def test_numbers_stay_numbers(strategy, rank, size):
     mean = strategy.reduce("MEAN", value, axis=None)
     assert type(mean["i"]) is float
     assert mean["i"] == (size - 1) / 2
+    x = np.array(1.5, np.longdouble)  # of no dimensions is an array by all ways
+    assert type(reduce(strategy, x, op="MAX")) is np.ndarray
 
 
 def test_small_floats_are_summed_in_float32(strategy, size):
@@ -421,6 +424,7 @@ def gather_one(strategy, x):
 
 ROWS, LOSSES = np.ones((2, 3)), Losses({"x": np.ones(2)})
 BOOLS = mpidist.IndexedSlices([True, False], [0, 1])
+EIGHT_BITS = np.ones(2, ml_dtypes.float8_e5m2)
 REFUSED = [
     *((reduce, (ROWS, x), TypeError, "`axis`") for x in ("0", 1.0, True, {0})),
     *((reduce, (ROWS, x), TypeError, "`axis`") for x in ((0, "1"), [0, "1"])),
@@ -438,6 +442,8 @@ REFUSED = [
     ),
     (reduce, (np.ones(3, bool),), TypeError, "astype(int)"),
     (reduce, (BOOLS, None, "MEAN"), TypeError, "MEAN of bool is not defined"),
+    # It has NumPy's kind of floats, but no type of MPI, which broke the call off.
+    *((reduce, (EIGHT_BITS, None, op), TypeError, "float8") for op in ("SUM", "MAX")),
     *((reduce, (1j * ROWS, x, "MAX"), TypeError, "complex128") for x in (None, 0)),
     *((reduce, (ROWS[:0], 0, op), ValueError, "no elem") for op in ("MIN", "MAX")),
     # MEAN and MAX gave each rank its own.
