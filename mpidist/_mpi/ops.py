@@ -40,7 +40,9 @@ def host_op(dtype: str, operation: str) -> tuple[Any, Any]:
     mpi = mpi_module()
     if dtype in _OWN[operation]:
         return mpi.Datatype.fromcode(np.dtype(dtype).char), getattr(mpi, operation)
-    op = make_op(_native.core.op_function(dtype, operation), commutes=True)
+    # Of long double's 0.0 and -0.0 the left one wins: the same one on all ranks.
+    commutes = dtype != "f16" or operation in ("SUM", "PROD")
+    op = make_op(_native.core.op_function(dtype, operation), commutes=commutes)
     nbytes = int(dtype.lstrip("bfiuc"))
     return mpi.BYTE.Create_contiguous(nbytes).Commit(), op
 

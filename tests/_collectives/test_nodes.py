@@ -126,6 +126,15 @@ def test_half_floats_are_summed_in_float32(on_nodes, size):
 
 @core_by_mpi
 @by_layout
+@pytest.mark.parametrize("op", ["MIN", "MAX"])
+@pytest.mark.parametrize("count", [10, 1000, 40_000])
+def test_of_equal_long_doubles_all_have_the_first(on_nodes, rank, op, count):
+    x = np.full(count, -0.0 if rank else 0.0, np.longdouble)
+    assert not np.signbit(all_reduce(on_nodes(), op, x)).any()
+
+
+@core_by_mpi
+@by_layout
 def test_the_guard_and_merge_calls(on_nodes, rank, size):
     assert_guards_and_merges(on_nodes(), rank, size)
 
