@@ -34,7 +34,8 @@ class CallState(_CoreCallState):
         previous_call: the one before.
         timeout: how long this rank waits for the others in it, in seconds; 0: forever.
         timeout_seconds: the same, for calls without a time-out of their own.
-        sequence: the number of headers that have completed; the same on all ranks.
+        sequence: the number of headers that have completed, or would have with the
+            guard on; the same on all ranks.
         blocked: whether `Guard` has to check, before a call begins, that it may.
         cut_off: whether an exception came in the middle of a call of the core.
         mover: the thread that moves data, or reports, by Python; 0: none does.

@@ -161,8 +161,9 @@ class Guard(CallState):
         """
         if self.enabled:
             self.agree_on(call, timeout=timeout)
-        else:
+        else:  # counted, as messages and timelines have the numbers of calls
             self.enter(call, timeout)
+            self.sequence += 1
 
     def agree_on(
         self,

@@ -141,6 +141,7 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
         if guard.deserted is not None:
             return error or guard.deserted
     if not guard.enabled:
+        guard.sequence += 1
         return error
     try:
         number = section.fingerprint

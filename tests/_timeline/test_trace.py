@@ -273,10 +273,13 @@ class TestLines:
         strategy = new_strategy(guard=False)
         everywhere(None)
         listener.take(rank)
-        strategy.run(lambda: context().all_reduce("SUM", np.ones(10)))
-        texts = [text for text, _, _ in shown(listener.take(rank))]
-        assert texts[0] == "all_reduce SUM float64 (10,)"
+        for _ in range(2):
+            strategy.run(lambda: context().all_reduce("SUM", np.ones(10)))
+        lines = listener.take(rank)
+        texts = [text for text, _, _ in shown(lines)]
+        assert texts[::2] == ["all_reduce SUM float64 (10,)"] * 2
         assert texts[1].startswith("the end of run(")
+        assert len({line["call"] for line in lines}) == 4
 
 
 # --- a rank that does not come --------------------------------------------------------
