@@ -9,6 +9,7 @@ import dataclasses
 import glob
 import gzip
 import json
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,6 +61,7 @@ class Part:
 
     Attributes:
         rank: of the process among those of the job.
+        size: how many processes the job has.
         host: the name of its machine.
         boot: identifies the clock: the same for processes of one machine.
         epoch: the time of day, in seconds since 1970, at the clock's zero.
@@ -70,17 +72,13 @@ class Part:
     """
 
     rank: int
+    size: int
     host: str
     boot: str
     epoch: float
     strategies: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     events: list[Span] = dataclasses.field(default_factory=list)
     complete: bool = False
-
-    @property
-    def identities(self) -> set[str]:
-        """The identities of its strategies."""
-        return {strategy["identity"] for strategy in self.strategies.values()}
 
 
 # --- parts ----------------------------------------------------------------------------
@@ -107,7 +105,7 @@ def read_part(path: Path) -> Part:
             if part is None:
                 if about["format"] != FORMAT:
                     break
-                place = about["host"], about["boot"], about["epoch"]
+                place = about["size"], about["host"], about["boot"], about["epoch"]
                 part = Part(event["pid"], *place)
             elif event["ph"] == "X":
                 part.events.append(span_of(event))
@@ -141,12 +139,7 @@ def of_one_job(parts: list[Part]) -> list[Part]:
 
     Others are left from an earlier job with more ranks.
     """
-    known: set[str] = set()
-    found = parts[:1]
-    while more := {name for part in found for name in part.identities} - known:
-        known |= more
-        found = [part for part in parts if part.identities & known]
-    return found
+    return [part for part in parts if part.size == parts[0].size]
 
 
 def are_complete(parts: list[Part]) -> bool:
@@ -171,7 +164,7 @@ def merge(parts: Sequence[Part]) -> Timeline:
     for part in parts:
         for span in part.events:
             span.strategy = numbers[part.strategies[span.strategy]["identity"]]
-    spans = [span for part in parts for span in part.events]
+    spans = [span for part in parts for span in _without_waits_in_calls(part.events)]
     begin = min((span.start for span in spans), default=0.0)
     for span in spans:
         span.start -= begin
@@ -179,6 +172,16 @@ def merge(parts: Sequence[Part]) -> Timeline:
     spans.sort(key=lambda span: (span.start, -span.end))
     _find_waits(spans, roots)
     return Timeline({part.rank: part.host for part in parts}, spans)
+
+
+def _without_waits_in_calls(events: Sequence[Span]) -> Iterator[Span]:
+    """Yield the events of a process but the waits of calls that have ended since."""
+    starts: dict[int, float] = {}  # by thread: the first of what has ended later
+    for span in reversed(events):
+        first = starts.get(thread_of(span), math.inf)
+        if span.kind != "waits" or span.end < first:
+            starts[thread_of(span)] = min(span.start, first)
+            yield span
 
 
 def align(parts: Sequence[Part]) -> None:

@@ -68,7 +68,7 @@ class ThreadCommunicator(AnyCommunicator):
         self.node_ranks = list(range(channel.size))
         self.node_numbers = [0] * channel.size
         self.host_names = ["localhost"] * channel.size
-        self.identity = f"{id(channel):x}"
+        self.identity = channel.identity
         self.traffic = Traffic()
         # How long this rank waits for the others in a payload; 0: forever.
         self._timeout = seconds

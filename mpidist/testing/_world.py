@@ -22,6 +22,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -129,6 +130,7 @@ class Channel:
         self.world = world
         self.members = members
         self.size: int = len(members)
+        self.identity: str = os.urandom(8).hex()  # no other channel ever has it
         self._gone = world.returned if of_program else world.ended
         self._rounds: dict[int, Round] = {}
         self.notices: list[collections.deque[bytes]] = [

@@ -23,6 +23,8 @@ import mpidist
 from mpidist import testing
 from mpidist._strategy.strategy import group_of
 from mpidist.testing import _run
+from mpidist.testing._communicator import ThreadCommunicator
+from mpidist.testing._world import Channel, World
 
 ROOT = Path(mpidist.__file__).parent.parent
 LONG = 600.0  # a deadline that no test waits for
@@ -111,6 +113,13 @@ def test_strategies_have_the_same_number_on_all_replicas():
     names = [f"<mpidist.MPIStrategy #{k}" for k in (1, 2, 3)]
     assert testing.run(3, program) == [names] * 3
     assert testing.run(2, program) == [names] * 2
+
+
+def test_no_two_strategies_have_one_identity():
+    """Timelines tell them apart by it, also those that are gone."""
+    world = World(1)
+    made = (ThreadCommunicator(Channel(world, (0,)), 0, 0) for _ in range(99))
+    assert len({one.identity for one in made}) == 99
 
 
 def test_variables_of_several_replicas_are_told_apart_in_a_set():
