@@ -145,7 +145,7 @@ def begin(path: str, communicator: Communicator, guard: Guard) -> None:
         is_thread = threads.current() is not None
         rank = communicator.machine_rank if is_thread else library.world_rank()
         try:
-            recording.open(rank or 0)
+            recording.open(rank or 0, library.world_size())
         except OSError as error:
             if recording in _of_program:
                 error.add_note(f"It is the timeline that MPIDIST_TIMELINE={path} names")

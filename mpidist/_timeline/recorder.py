@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import IO, Any, Final
@@ -21,7 +22,7 @@ from mpidist._base import reporting
 from mpidist._base.machine import boot_id
 from mpidist._timeline.observer import END_OF, Event, Span
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 PROCESS: Final = "process_name"
 STRATEGY: Final = "thread_name"
 END: Final = "end of the recording"
@@ -122,12 +123,17 @@ class Recorder:
         self.rank = -1
         self._file: IO[str] | None = None
         self._process_id = os.getpid()
+        self._lock = threading.RLock()  # a signal's handler may make calls
         self._stopped = False
         self._events: list[dict[str, Any]] = []
         self._flushed = time.perf_counter()
 
-    def open(self, rank: int) -> None:
+    def open(self, rank: int, size: int) -> None:
         """Open the file, the first time that it is called.
+
+        Args:
+            rank: of this process among those of the job.
+            size: how many processes the job has.
 
         Raises:
             OSError: if it cannot be written.
@@ -152,6 +158,7 @@ class Recorder:
                 rank,
                 name=f"rank {rank} on {host}",
                 host=host,
+                size=size,
                 format=FORMAT,
                 # Identifies the clock; and the time of day at its zero.
                 boot=boot_id() or host,
@@ -177,29 +184,34 @@ class Recorder:
         """Record a span at its end, after the section that ends with it."""
         if event == "begin" or self._stopped:
             return
-        self._events += [event_of(x) for x in (section, span) if x is not None]
+        new = [event_of(x) for x in (section, span) if x is not None]
+        self._events.extend(new)  # at once: calls that were begun have a thread
         late = span.end - self._flushed > _FLUSH_SECONDS or event == "waits"
         if late or len(self._events) >= _FLUSH_EVENTS or span.raised:
             self.flush()
 
     def flush(self) -> None:
         """Write what was recorded. A disk that is full ends the recording."""
-        if self._file is None or os.getpid() != self._process_id:
+        if os.getpid() != self._process_id:
             return
-        self._flushed = time.perf_counter()
-        events, self._events = self._events, []
-        try:
-            for event in events:
-                event["pid"] = self.rank
-                self._file.write(f"{json.dumps(event)},\n")
-            self._file.flush()
-        except OSError as error:  # what was written can still be read
-            self._stop()
-            reporting.warn(
-                f"mpidist.timeline: rank {self.rank} cannot write "
-                f"{part_of(self.path, self.rank)}: {error.strerror or error}; it "
-                "records no more"
-            )
+        with self._lock:
+            if self._file is None:
+                return
+            self._flushed = time.perf_counter()
+            events, self._events = self._events, []
+            try:
+                for event in events:
+                    event["pid"] = self.rank
+                    self._file.write(f"{json.dumps(event)},\n")
+                self._file.flush()
+                return
+            except OSError as failure:  # what was written can still be read
+                error = failure.strerror or failure
+                self._stop()
+        reporting.warn(
+            f"mpidist.timeline: rank {self.rank} cannot write "
+            f"{part_of(self.path, self.rank)}: {error}; it records no more"
+        )
 
     def close(self) -> None:
         """Write the rest, and that it is complete."""

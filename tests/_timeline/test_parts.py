@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 
 import numpy as np
 import pytest
 
 from mpidist import _cli
-from mpidist._timeline import files, plot, summary
+from mpidist._timeline import files, plot, recorder as recorder_module, summary
 from mpidist._timeline.observer import Span
 from mpidist._timeline.recorder import (
     END,
@@ -30,7 +31,8 @@ def call(number, start, end, rank=0, **more):
 
 def write(path, rank, events, *, size=2, identity="a", boot="x", epoch=0.0, end=True):
     """Write a part, as a process on a host would."""
-    about = {"host": f"host{rank}", "boot": boot, "epoch": epoch, "format": FORMAT}
+    about = {"host": f"host{rank}", "size": size, "boot": boot, "epoch": epoch}
+    about["format"] = FORMAT
     lines = [
         metadata(PROCESS, rank, **about),
         metadata(STRATEGY, rank, 1, identity=identity, rank=rank, size=size),
@@ -52,7 +54,7 @@ def path(tmp_path):
 
 def test_a_recorder_writes_what_is_read(path):
     recorder = Recorder(path)
-    recorder.open(3)
+    recorder.open(3, 4)
     recorder.add_strategy(1, "a", 1, 2)
     events = [call(1, 1.0, 2.0, 3), call(2, 2.0, 2.5, 3, raised="ValueError")]
     for event in events:
@@ -63,9 +65,28 @@ def test_a_recorder_writes_what_is_read(path):
     recorder.close()
     recorder.see("end", call(3, 3.0, 4.0))
     (found,) = parts_of(path)
-    assert (found.events, found.complete, found.rank) == (events, True, 3)
+    assert (found.events, found.complete) == (events, True)
+    assert (found.rank, found.size) == (3, 4)
     (made,) = found.strategies.values()
     assert (made["identity"], made["rank"], made["size"]) == ("a", 1, 2)
+
+
+def test_threads_record_at_once(path, monkeypatch):
+    recorder = Recorder(path)
+    recorder.open(0, 1)
+    calls = range(5000)
+    monkeypatch.setattr(recorder_module, "_FLUSH_EVENTS", 1)
+
+    def record(first):
+        for number in calls:
+            recorder.see("end", call(first + number, 1.0, 2.0))
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        list(threads.map(record, (0, len(calls))))
+    recorder.close()
+    (found,) = parts_of(path)
+    numbers = sorted(span.number for span in found.events)
+    assert numbers == list(range(2 * len(calls)))
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-4])
@@ -123,6 +144,16 @@ def test_what_is_left_of_an_earlier_job_is_ignored(path):
     write(path, 1, [call(1, 1.0, 2.0)])
     assert sorted(files.load(path).hosts) == [0, 1]
     assert [file.name for file in path.parent.iterdir()] == ["run.json"]
+
+
+def test_a_wait_in_a_call_that_has_ended_is_counted_once(path):
+    """Not so that of a call in which the process was killed."""
+    waits = [call(n, end - 3.0, end, kind="waits") for n, end in ((1, 4.0), (2, 9.0))]
+    ended = call(1, 1.0, 5.0)
+    write(path, 0, [waits[0], ended, waits[1]], end=False)
+    write(path, 1, [call(1, 4.5, 5.0)], end=False)
+    time = summary.times_of(files.load(path))[0]
+    assert time == summary.RankTime(waiting=6.5, in_calls=0.5, outside=1.0)
 
 
 def test_a_part_that_was_cut_off(path):

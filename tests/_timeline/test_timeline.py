@@ -179,13 +179,17 @@ def test_strategies_of_before_are_not_recorded(strategy, folder):
 
 
 @pytest.mark.mpi(min_size=4)
-def test_strategies_of_groups_are_told_apart(new_strategy, folder, rank, size):
+@pytest.mark.parametrize("together", [True, False])
+def test_strategies_of_groups_are_told_apart(
+    new_strategy, folder, rank, size, together
+):
     from mpi4py import MPI
 
     half = MPI.COMM_WORLD.Split(rank % 2)
     with mpidist.timeline(folder / "run.json"):
         new_strategy(comm=half).run(all_reduce)
-        new_strategy().run(all_reduce)
+        if together:
+            new_strategy().run(all_reduce)
     half.Free()
     calls = reductions_in(merged(folder / "run.json"))
     members = {}
@@ -193,8 +197,9 @@ def test_strategies_of_groups_are_told_apart(new_strategy, folder, rank, size):
         members.setdefault(span.strategy, set()).add(span.rank)
     ranks = range(size)
     groups = sorted(map(sorted, members.values()))
-    assert groups == sorted([[*ranks], [*ranks[::2]], [*ranks[1::2]]])
-    assert len(calls) == 2 * size
+    expected = [[*ranks[::2]], [*ranks[1::2]], *([[*ranks]] * together)]
+    assert groups == sorted(expected)
+    assert len(calls) == (1 + together) * size
     assert all(x.waited_for in {-1, *members[x.strategy]} for x in calls)
 
 
