@@ -54,15 +54,19 @@ def reduce_by_ops(
     Collective: it is `ReplicaGroup.all_reduce` if there is one.
     """
     leaves, structure = nest.flatten(tree)
-    registry = group.registry
+    registry, own = group.registry, [own_component(x) for x in leaves]
     # If this fails, some rank may not have made the call: it is counted afterwards.
     wrapped = [
-        registry.wrap(PerReplica, own_component(x), (registry.count, -1 - i))
-        for i, x in enumerate(leaves)
+        registry.wrap(PerReplica, x, (registry.count, -1 - i))
+        for i, x in enumerate(own)
     ]
     results = group.custom_ops.batch_reduce(op, [(x, x) for x in wrapped], options)
     registry.next_key()
-    return structure.unflatten([own_component(x) for x in results])
+    given = {id(x) for x in own if backend.is_array(x)}  # which they may return
+    sums = map(own_component, results)
+    return structure.unflatten(
+        [backend.copied(x, call) if id(x) in given else x for x in sums]
+    )
 
 
 def reduce_pairs(

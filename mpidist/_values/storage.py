@@ -222,9 +222,7 @@ class OnReadStorage(VariableStorage):
         call = self.describe_call(
             "reading, which all ranks have to do since it is ON_READ,"
         )
-        # The user's operations may return what they get.
-        own = self.array if self.group.custom_ops is None else self.array.copy()
-        result: Array = self._combine(own, call)
+        result: Array = self._combine(self.array, call)
         if isinstance(result, np.ndarray):
             result.flags.writeable = False  # as for other variables; no copy changes
         return result

@@ -429,7 +429,7 @@ def test_rows_whose_numbers_differ(strategy_with, rank, size):
 
 
 def test_a_result_that_is_the_value_itself(strategy_with):
-    """What is read of an ON_READ variable is not its copy, which can be written."""
+    """What is reduced is not it; nor is what is read of an ON_READ variable."""
 
     class Unchanged(mpidist.CollectiveAllReduce):
         def batch_reduce_implementation(self, op, pairs, options):
@@ -445,6 +445,12 @@ def test_a_result_that_is_the_value_itself(strategy_with):
     strategy.run(lambda: v.assign_add(np.ones(2)))
     np.testing.assert_array_equal(before, [1.0, 1.0])
     np.testing.assert_array_equal(local(strategy, v.value), [2.0, 2.0])
+    x = np.ones(2)
+    results = local(strategy, lambda: context().all_reduce("SUM", [x, (x, 2.0)]))
+    total = strategy.reduce("SUM", strategy.run(lambda: x), axis=None)
+    for result in (results[0], results[1][0], total):
+        result[...] = 3.0
+    np.testing.assert_array_equal(x, [1.0, 1.0])
 
 
 def test_wrong_results(strategy_with):
