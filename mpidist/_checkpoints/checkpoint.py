@@ -127,7 +127,7 @@ class Checkpoint:
 
     def __when_attached__(self, call: Callable[[bool], None]) -> None:
         """Have a function called before and after something is attached."""
-        self._objects.when_attached(call)
+        self._objects.__when_attached__(call)
 
     @tells("Checkpoint.save", operator.attrgetter("_objects.group"))
     @explain_keywords("Checkpoint.save")
@@ -277,8 +277,7 @@ class RestoreStatus(list[str]):
                 f"only in the checkpoint: {listed(left)}; `partial=True` leaves it for "
                 "objects that are attached later"
             )
-        waiting = sorted(item.name for item in rest.later if item.waits())
-        if waiting:
+        if waiting := rest.unbuilt():
             _fail(
                 f"{waiting[0]!r} restores its variables when it makes them, in its "
                 "first `apply_gradients`; write `optimizer.build(variables)` before "

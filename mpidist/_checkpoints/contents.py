@@ -210,10 +210,8 @@ def _variables_of(
     try:
         variables = getattr(value, "variables", None)
     except RuntimeError:
-        keep = getattr(value, "__restore_later__", None)
-        if unmade == "later" and keep is not None:
-            kept = value.__saved_unbuilt__  # type: ignore[attr-defined]
-            yield LaterItem(name, kept, keep, owner=value)
+        if unmade == "later" and hasattr(value, "__restore_later__"):
+            yield LaterItem(name, owner=value)
         elif unmade != "skip":
             raise
         return

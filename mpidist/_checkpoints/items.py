@@ -8,13 +8,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from mpidist._base import guests
-from mpidist._base.types import Array, HostArray
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json, Packed, State
@@ -36,7 +35,7 @@ class Item:
     name: str
     is_optional: bool = dataclasses.field(default=False, kw_only=True)
     is_held: bool = dataclasses.field(default=False, kw_only=True)
-    owner: object = dataclasses.field(default=None, kw_only=True)
+    owner: Any = dataclasses.field(default=None, kw_only=True)
 
     def names_in(self, names: Collection[str]) -> list[str]:
         """Return those of the names in a checkpoint that are of this item."""
@@ -185,17 +184,8 @@ class NumpyGeneratorItem(GeneratorItem):
 class LaterItem(Item):
     """An object without variables yet; it restores them when it makes them.
 
-    Attributes:
-        kept: returns the arrays to save, by the names of the variables.
-        keep: the function that keeps the arrays, by the names of the variables, and
-            whether some may be missing; and the path, for messages. It returns a
-            function that tells whether slots are still kept.
-        waits: what ``keep`` has returned.
+    Its owner has ``__saved_unbuilt__`` and ``__restore_later__``, as `Optimizer` has.
     """
-
-    kept: Callable[[], Mapping[str, Array]]
-    keep: Callable[[dict[str, HostArray], bool, str], Callable[[], bool]]
-    waits: Callable[[], bool] = dataclasses.field(init=False)
 
     def __str__(self) -> str:
         return f"{self.name!r}: no variables yet"

@@ -71,13 +71,14 @@ class Found:
 class Restore:
     """A restore, and the items that it has not found among the objects.
 
+    Of several restores each object keeps what the last one has for it.
+
     Attributes:
         objects: the objects, by name.
         number: restores are counted. A variable has that of its last one.
         saved: the names of all items in the checkpoint.
         names: of those that are left for what is attached.
         lost: of those for which that did not fit, or was told of too late.
-        later: the objects that restore their variables when they make them.
         group: the ranks.
     """
 
@@ -87,16 +88,22 @@ class Restore:
         group: ReplicaGroup,
         path: str = "",
         partial: bool = False,
+        root: Callable[[], Any] = object,
     ) -> None:
-        """Note the objects, the ranks, and the arguments of the restore."""
+        """Note the objects, the ranks, and the arguments of the restore.
+
+        ``root`` returns the `SavedObjects`; None when it is gone.
+        """
         self.names: set[str] = set()  # first, since `__del__` asks for it
         self.objects, self._path, self._partial = objects, path, partial
         self.group: ReplicaGroup = group
         self.number: int = next(_numbers)
         self.saved: set[str] = set()
         self.lost: set[str] = set()
+        self._root = root
         self._containers: dict[str, object] = {}
-        self.later: list[LaterItem] = []
+        # What this restore or a later one has restored, by `id`; not variables.
+        self._given: dict[int, Callable[[], object]] = {}
         self._reader: CheckpointReader | None = None  # on rank 0
 
     def __reduce__(self) -> Any:
@@ -104,7 +111,7 @@ class Restore:
 
     def read(
         self, call: CollectiveCall, items: Sequence[Item], source: str | None = None
-    ) -> Callable[[], tuple[list[str], list[str]]] | None:
+    ) -> Callable[[], list[str]] | None:
         """Read and verify what the checkpoint has of some items. Collective.
 
         Args:
@@ -113,8 +120,8 @@ class Restore:
             source: the checkpoint to open on rank 0; None: that of an earlier call.
 
         Returns:
-            A function that restores them, and returns the names of the items, and of
-            what only the checkpoint has; collective. None if no checkpoint is open.
+            A function that restores them, and returns their names; collective. None if
+            no checkpoint is open.
         """
         differing = differing_generators(call, items)
         arrays: dict[str, HostArray] = {}
@@ -132,12 +139,11 @@ class Restore:
             return None
         by_name = {item.name: item for item in items}
         restored = {name: by_name[name] for name in found.names}
-        later = [x for x in restored.values() if isinstance(x, LaterItem)]
         # A checkpoint of one replica does not show whether its generators should be
         # the same on all: whether they are now determines it.
         apart = differing if found.replicas == 1 else ()
 
-        def put() -> tuple[list[str], list[str]]:
+        def put() -> list[str]:
             restoring.put(
                 call,
                 restored,
@@ -148,11 +154,16 @@ class Restore:
                 self._path,
                 self.number,
             )
-            self.later += later
-            for other in _pending():
-                if other.number < self.number and other.group is self.group:
-                    other._forget(restored.values())
-            return sorted(restored.keys() - {x.name for x in later}), found.left
+            self.saved.update(found.kinds, found.states, found.left)
+            owners = [x.owner for x in restored.values() if x.owner is not None]
+            for restore in (self, *self._earlier()):
+                restore._given.update((id(x), _reference(x)) for x in owners)
+            for item in restored.values():
+                if isinstance(item, VariableItem):
+                    storage_of(item.variable).restored = self.number
+            if source is not None:
+                self._begin(found.left)
+            return [x.name for x in restored.values() if not isinstance(x, LaterItem)]
 
         return put
 
@@ -208,38 +219,53 @@ class Restore:
         kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
         return Found([x.name for x in found], states, kinds, manifest.replicas, left)
 
-    def begin(self, restored: list[str], left: list[str]) -> None:
-        """Note what was restored, and what was left."""
-        self.saved, self.names = {*restored, *left}, set(left)
-        for other in _pending():
-            if other.objects is self.objects and other.number < self.number:
-                other._drop(self.saved)
+    def _begin(self, left: list[str]) -> None:
+        """Note what was left; earlier restores leave to this one what it has."""
+        self.names = set(left)
+        places = set(map(self._place, self.saved))
+        for other in self._earlier():
+            other._lose([x for x in other.names if other._is_over(x)])
+            other.names = {x for x in other.names if other._place(x) not in places}
+            if not other.names:
+                other._reader = None
         if left:
+            self._root().__when_attached__(self)
             self._watch()
             _all[self.number] = self
             _groups.add(self.group)
         else:
             self._reader = None
 
+    def _earlier(self) -> list[Restore]:
+        pending = [x for x in _pending() if x.number < self.number]
+        return [
+            x for x in pending if x.group is self.group or x.objects is self.objects
+        ]
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """Return the `id` of the object that has an item, and the name in it."""
+        outer, _, inner = name.partition("/")
+        own = outer in self.objects
+        return (id(self.objects[outer]), inner) if own else (id(self.objects), name)
+
+    def _is_over(self, name: str) -> bool:
+        """Return whether no object of this name can be added any more."""
+        return self._root() is None and name.partition("/")[0] not in self.objects
+
     def _watch(self) -> None:
         """Have modules and checkpoints among the objects tell what is attached.
 
         What was left for the parts of one object is not for those of another in its
-        place.
+        place. Objects keep a restore that has left something for one of them, not for
+        others beside them.
         """
+        inside = any(x.partition("/")[0] in self.objects for x in self.names)
         for name, value in contents.containers("", self.objects, set()):
             if self._containers.setdefault(name, value) is not value:
                 self._containers[name] = value
                 self._lose(x for x in self.names if x.startswith(f"{name}/"))
-            if hasattr(value, "__when_attached__"):
+            if inside and hasattr(value, "__when_attached__"):
                 value.__when_attached__(self)
-
-    def _drop(self, names: set[str]) -> None:
-        """Leave to a later restore of the same objects what it has; close the files."""
-        self.names -= names
-        if not self.names:
-            self._reader = None
-            self._containers.clear()
 
     def __bool__(self) -> bool:
         """Return whether anything is left."""
@@ -248,18 +274,6 @@ class Restore:
     def _lose(self, names: Iterable[str]) -> None:
         self.lost.update(names)
         self.names -= self.lost
-
-    def _forget(self, restored: Iterable[Item]) -> None:
-        """Drop what is left for objects that a later restore has just restored.
-
-        Variables have the number of their restore, other objects have none.
-        """
-        owners = {(type(x), id(x.owner)) for x in restored if x.owner is not None}
-        if owners:
-            with contextlib.suppress(TypeError, ValueError):  # not of these objects
-                for item in contents.collect(self.objects, "later"):
-                    if (type(item), id(item.owner)) in owners:
-                        self.names -= {*item.names_in(self.names)}
 
     def __call__(self, is_assigned: bool) -> None:
         """Restore what was attached since. Collective if that is anything.
@@ -321,35 +335,40 @@ class Restore:
         """Return the items that this restore would have restored, had it met them."""
         found: list[Item] = []
         for item in items:
-            if isinstance(item, VariableItem):
-                is_left = item.name in self.names or item.count in self.names
-                if is_left and storage_of(item.variable).restored >= self.number:
-                    self.names.discard(item.name)  # by another name, or a later restore
-                    continue
-            else:
-                is_left = bool(item.names_in(self.names))
-            if is_left:
+            own = item.names_in(self.names)
+            if isinstance(item, VariableItem) and item.count in self.names:
+                own.append(item.name)
+            if own and self._has_given(item):
+                self.names.difference_update(own)  # by another name, or a later restore
+            elif own:
                 found.append(item)
         return found
+
+    def _has_given(self, item: Item) -> bool:
+        """Return whether an item has its value from this restore or a later one."""
+        if isinstance(item, VariableItem):
+            return storage_of(item.variable).restored >= self.number
+        return self._given.get(id(item.owner), bool)() is item.owner
 
     def missing(self) -> tuple[list[str], list[str]]:
         """Return the names of objects that were attached unnoticed, or never saved."""
         items = contents.collect(self.objects, "later")
         unnoticed = [item.name for item in self.waiting(items)]
-        own = {item.name for item in self.later}
-        kept = tuple(f"{name}/" for name in own)
         never: list[str] = []
         for item in items:
             if isinstance(item, VariableItem):
-                restored = storage_of(item.variable).restored >= self.number
-                restored = restored or item.name.startswith(kept)
-            elif isinstance(item, StateItem):
-                restored = item.is_optional or item.name in self.saved
+                restored = self._has_given(item)
             else:
-                restored = item.name in own
+                restored = item.is_optional or bool(item.names_in(self.saved))
             if not restored and item.name not in unnoticed:
                 never.append(item.name)
         return unnoticed, never
+
+    def unbuilt(self) -> list[str]:
+        """Return the names of objects that keep values of variables to be made."""
+        items = contents.collect(self.objects, "later")
+        found = [x for x in items if isinstance(x, LaterItem)]
+        return [x.name for x in found if len(x.owner.__saved_unbuilt__()) > 1]
 
     def matches(self) -> bool:
         """Return whether the checkpoint has anything for these objects."""
@@ -385,6 +404,13 @@ def unnoticed(names: list[str]) -> str:
         "the restore, to a list, a dict or another object that tells nothing, or a "
         "pytree. Write `checkpoint.restore(path, partial=True)` once more, after that"
     )
+
+
+def _reference(x: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(x)
+    except TypeError:  # a generator of NumPy
+        return lambda: x
 
 
 def is_changed(item: Item) -> bool:

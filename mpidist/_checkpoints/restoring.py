@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend
 from mpidist._base.errors import CheckpointError, CollectiveError
 from mpidist._base.names import listed as listed_in_short
-from mpidist._base.types import Array, DType, HostArray, Shape
+from mpidist._base.types import DType, HostArray, Shape
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
@@ -187,23 +187,22 @@ def put(
             state: replica 0 gets it.
         partial: whether variables that an object makes later may be missing.
         path: of the checkpoint, for the messages of such an object.
-        number: of the restore, for the variables.
+        number: of the restore, for such an object.
     """
-    variables = [item for item in items.values() if isinstance(item, VariableItem)]
-    later = [item for item in items.values() if isinstance(item, LaterItem)]
-    kept: list[dict[str, HostArray]] = []
 
-    def prepare() -> tuple[list[Array], list[tuple[StateItem, State]]]:
-        values = []
-        for one in variables:  # what its copy here is to be, on its device
-            storage = storage_of(one.variable)
-            value = storage.prepare("assign", arrays.pop(one.name))
-            values.append(storage.own_part(value))
-        for item in later:
-            start = len(item.name) + 1
-            kept.append(
-                {name[start:]: arrays.pop(name) for name in item.names_in([*arrays])}
-            )
+    def prepare() -> tuple[list[Callable[[], None]], list[tuple[StateItem, State]]]:
+        steps: list[Callable[[], None]] = []
+        for item in items.values():
+            if isinstance(item, VariableItem):  # its copy here, on its device
+                storage = storage_of(item.variable)
+                value = storage.prepare("assign", arrays.pop(item.name))
+                value = storage.own_part(value)
+                steps.append(functools.partial(storage.apply, "assign", value))
+            elif isinstance(item, LaterItem):
+                start = len(item.name) + 1
+                kept = {x[start:]: arrays.pop(x) for x in item.names_in([*arrays])}
+                keep = item.owner.__restore_later__
+                steps.append(functools.partial(keep, kept, partial, path, number))
         chosen: list[tuple[StateItem, State]] = []
         for name, own in states.items():
             owner = items[name]
@@ -212,18 +211,14 @@ def put(
         wrong = [owner.misfit(state) for owner, state in chosen]
         if any(wrong):  # on this replica
             raise unfit(call, "", [*filter(None, wrong)])
-        return values, chosen
+        return steps, chosen
 
-    values, chosen = call.together(prepare)
+    steps, chosen = call.together(prepare)
     arrays.clear()
 
     def assign() -> None:  # without allocating
-        for item, value in zip(variables, values, strict=True):
-            storage = storage_of(item.variable)
-            storage.apply("assign", value)
-            storage.restored = number
-        for waiting, own in zip(later, kept, strict=True):
-            waiting.waits = waiting.keep(own, partial, path)
+        for step in steps:
+            step()
 
     guard = call.guard
     before: list[tuple[StateItem, State]] = []

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -73,7 +74,7 @@ class SavedObjects:
         for tell in told:
             tell(True)
 
-    def when_attached(self, call: Callable[[bool], None]) -> None:
+    def __when_attached__(self, call: Callable[[bool], None]) -> None:
         """Have a function called when something is attached, as those of a module."""
         if call not in self._told:
             self._told = [call, *filter(None, self._told)]
@@ -167,19 +168,10 @@ class SavedObjects:
         """
         details = f", partial={bool(partial)}"
         call, items, source = self._begin(name, path, details, optional=True)
-        rest = Restore(self.by_name, call.group, str(path), bool(partial))
+        root = weakref.ref(self)
+        rest = Restore(self.by_name, call.group, str(path), bool(partial), root)
         put = rest.read(call, items, source)
-        if put is None:
-            return None
-
-        def restore() -> Restored:
-            names, left = put()
-            rest.begin(names, left)
-            if left:
-                self.when_attached(rest)
-            return names, rest
-
-        return restore
+        return None if put is None else lambda: (put(), rest)
 
     def call(self, name: str) -> CollectiveCall:
         """Return a call by the ranks that save these objects together."""
@@ -250,7 +242,8 @@ def _values(
         }
         for later in items:
             if isinstance(later, LaterItem):
-                arrays |= {f"{later.name}/{own}": x for own, x in later.kept().items()}
+                kept = later.owner.__saved_unbuilt__()
+                arrays |= {f"{later.name}/{own}": x for own, x in kept.items()}
         return arrays, {item.name: item.pack() for item in objects}
 
     arrays, packed = call.together(read)

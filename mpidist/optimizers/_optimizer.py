@@ -23,7 +23,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
 import numpy as np
@@ -141,7 +141,7 @@ class Optimizer:
         self._group: ReplicaGroup | None = None
         self._index: dict[int, int] = {}  # of the variables, by id
         # What was restored before it was built, and whether something may be missing.
-        self._restored: tuple[dict[str, HostArray], bool, str] | None = None
+        self._restored: tuple[dict[str, HostArray], bool, str, int] | None = None
         # An optimizer is the same object of the program on all ranks. Commands of
         # rank 0 refer to it by the variable that counts its steps or, before that
         # exists, by the number of its construction.
@@ -304,22 +304,18 @@ class Optimizer:
         return {name: np.zeros((), np.int64), **kept}
 
     def __restore_later__(
-        self, arrays: dict[str, HostArray], partial: bool, path: str
-    ) -> Callable[[], bool]:
+        self, arrays: dict[str, HostArray], partial: bool, path: str, number: int
+    ) -> None:
         """Keep what `build` is to restore; of a checkpoint that was restored before.
 
         Args:
             arrays: the values of variables by name, the same on all ranks.
             partial: whether some may be missing, or others be there.
             path: of the checkpoint, for messages.
-
-        Returns:
-            A function that tells whether slots are still kept.
+            number: of the restore, which the variables get.
         """
-        has_slots = len(arrays) > 1
-        self._restored = arrays, partial, path
+        self._restored = arrays, partial, path, number
         self._restore_iterations()
-        return lambda: has_slots and self._restored is not None  # without the arrays
 
     def __saved_rate__(self) -> float | str | None:
         """Return an assigned learning rate, for a checkpoint; None: the first one."""
@@ -576,12 +572,15 @@ class Optimizer:
                 self._iterations,
             )
             if self._restored is not None:
+                arrays, partial, path, number = self._restored
                 with collectives.guard.checking(_BUILD):
-                    values = state.prepared(*self._restored, _BUILD)
+                    values = state.prepared(arrays, partial, path, _BUILD)
                 collectives.guard.agree(Call(f"{_BUILD}, restoring {len(values)}"))
                 for variable, value in values:
                     if variable is not count:  # the program may have changed it since
                         storage_of(variable).apply("assign", value)
+                for variable in (state.iterations, *itertools.chain(*state.slots)):
+                    storage_of(variable).restored = number
                 self._restored = None
             self._state, self._group, self._index = state, group, state.index
             self._iterations = state.iterations

@@ -117,12 +117,13 @@ def test_a_later_restore_wins(saved, folder):
     assert net.w == 10
 
 
-def test_restores_in_a_loop_keep_the_files_of_the_last_one_open(saved, rank):
+@pytest.mark.parametrize("new", [False, True])
+def test_restores_in_a_loop_keep_the_files_of_the_last_one_open(saved, rank, new):
     """An evaluation that restores each new checkpoint had too many open files."""
     net, folder = module(w=var(0)), "/proc/self/fd"
     checkpoint = Checkpoint(net=net)
-    checkpoint.restore(saved, partial=True)
     for _ in range(20):
+        checkpoint = Checkpoint(net=net) if new else checkpoint
         checkpoint.restore(saved, partial=True)
     if rank == 0:
         links = []
@@ -136,7 +137,7 @@ def test_restores_in_a_loop_keep_the_files_of_the_last_one_open(saved, rank):
     assert checkpoint.inner.w == 6
 
 
-@pytest.mark.parametrize("how", ["assigned", "in a list"])
+@pytest.mark.parametrize("how", ["assigned", "in a list", "by another Checkpoint"])
 def test_a_later_restore_wins_for_what_has_no_variables(folder, strategy, how):
     """An optimizer that is not built, and a generator: the first restore won."""
     w, optimizer, rng = training()
@@ -152,13 +153,16 @@ def test_a_later_restore_wins_for_what_has_no_variables(folder, strategy, how):
     checkpoint.restore(paths[0], partial=True)
     if how == "in a list":
         checkpoint.list.append(other[1])
-    status = checkpoint.restore(paths[1], partial=True)
-    if how == "assigned":
+    late = checkpoint
+    if how == "by another Checkpoint":
+        late = Checkpoint(w=var(0), list=[other[1]], rng=other[2])
+    status = late.restore(paths[1], partial=True)
+    if how != "in a list":
         checkpoint.list += [other[1]]
     var(0)
     strategy.run(lambda: None)
     checkpoint.rng = other[2]
-    other[1].build([checkpoint.w])
+    other[1].build([late.w])
     assert [float(x) for x in other[1].variables] == slots
     assert other[1].learning_rate == 0.125
     assert other[2].bit_generator.state == state
