@@ -203,6 +203,8 @@ class _Pickler(Pickler):  # type: ignore[misc]
         self._names = names
         self._content = content
         self._made: set[int] = set()  # functions, which are saved again, with the state
+        # By id of a variable that functions close over: the first of them, and where.
+        self._cells: dict[int, tuple[types.FunctionType, int]] = {}
         self._numbers: dict[int, int] = dict(writer.known)
         self._referred: list[object] = []  # kept, since an id may be used again
         self.references: list[Reference] = []
@@ -273,8 +275,14 @@ class _Pickler(Pickler):  # type: ignore[misc]
             if self._names is None or self._names.name_of(home) is None:
                 return super().reducer_override(obj)
         self._made.add(id(obj))
-        made = object_parts.make, (object_parts.encode(obj.__code__), home)
-        return *made, object_parts.state_of(obj), None, None, object_parts.fill
+        shared = []
+        for i, cell in enumerate(obj.__closure__ or ()):
+            first, place = self._cells.setdefault(id(cell), (obj, i))
+            if first is not obj:
+                shared.append((i, first, place))
+        parts = object_parts.encode(obj.__code__), home, *shared
+        state = object_parts.state_of(obj)
+        return object_parts.make, parts, state, None, None, object_parts.fill
 
 
 def _laid_out(x: Array, strides: Sequence[int] | None) -> Array:

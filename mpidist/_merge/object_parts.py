@@ -280,7 +280,9 @@ def is_global(x: Any) -> bool:
     return _lookup(module, name) is x
 
 
-def make(encoded: bytes, home: str | Globals) -> types.FunctionType:
+def make(
+    encoded: bytes, home: str | Globals, *shared: tuple[int, types.FunctionType, int]
+) -> types.FunctionType:
     """Make a function whose cells are empty, for `fill`.
 
     In two steps, since a function may close over itself.
@@ -288,11 +290,15 @@ def make(encoded: bytes, home: str | Globals) -> types.FunctionType:
     Args:
         encoded: its code.
         home: its globals, or the name of their module.
+        shared: the numbers of cells that are those of another function; this function;
+            and their numbers there.
     """
     code: types.CodeType = _decode(encoded)
     names = _globals_of(home) if isinstance(home, str) else home
-    cells = tuple([types.CellType() for _ in code.co_freevars])
-    return types.FunctionType(code, names, code.co_name, None, cells)
+    cells = [types.CellType() for _ in code.co_freevars]
+    for i, other, place in shared:
+        cells[i] = (other.__closure__ or ())[place]
+    return types.FunctionType(code, names, code.co_name, None, tuple(cells))
 
 
 def contents_of(function: types.FunctionType) -> tuple[object, ...]:

@@ -250,6 +250,8 @@ def test_what_is_there_twice_stays_one():
     assert log == []
     assert counting() == 1
     assert [travel(counting)() for _ in range(2)] == [2, 2]  # each time anew
+    count_one, read = Wire().send((counting, lambda: [count, counting]))
+    assert [count_one(), count_one(), read(), count] == [2, 3, [3, count_one], 1]
 
 
 def test_an_empty_cell():
