@@ -180,16 +180,15 @@ class StrategyExtended:
         Args:
             colocate_with: what `non_slot_devices` returned, or a variable.
             fn: the function.
-            args: its positional arguments, the same on all replicas.
-            kwargs: its keyword arguments, the same on all replicas.
+            args: its positional arguments, as for `update`.
+            kwargs: its keyword arguments, as for `update`.
             group: as for `update`.
 
         Returns:
             The same as for `update`.
 
         Raises:
-            ValueError: if ``colocate_with`` is neither of these, or an argument is a
-                PerReplica.
+            ValueError: if ``colocate_with`` is neither of these. Otherwise as `update`.
         """
         frame = context.require_cross_replica(self._group, "update_non_slot")
         if not isinstance(colocate_with, Variable) and (
@@ -243,7 +242,7 @@ class StrategyExtended:
 
         Raises:
             ValueError: if ``iterations`` is less than 1.
-            OutOfRangeError: if the iterator ends earlier.
+            OutOfRangeError: if a `DistributedIterator` ends earlier.
         """
         call = "experimental_run_steps_on_iterator"
         context.require_cross_replica(self._group, call)
@@ -416,11 +415,10 @@ class StrategyExtended:
         replica's own copy, without communication. ``fn`` receives Mirrored arguments as
         their value, and the replica's own component of PerReplica arguments. ``fn``
         must leave all copies of a mirrored variable equal, so its arguments are usually
-        results of a reduction. If it does not, all ranks raise, and the variable keeps
-        the value that it had. In ``merge_fn`` each rank runs ``fn`` with its own
-        objects, if ``merge_fn`` can reach them (through ``self``, closure, defaults,
-        globals, arguments). Numbers, strings and objects that ``merge_fn`` creates are
-        sent from rank 0.
+        results of a reduction. If it does not, all ranks raise. In ``merge_fn`` each
+        rank runs ``fn`` with its own objects, if ``merge_fn`` can reach them (through
+        ``self``, closure, defaults, globals, arguments). Numbers, strings and objects
+        that ``merge_fn`` creates are sent from rank 0.
 
         In a replica function all replicas call it, each with its own arguments, under
         the same check.

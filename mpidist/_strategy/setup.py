@@ -278,6 +278,7 @@ def _describe(
         f"{type(ops).__qualname__} as cross_device_ops": ops is not None,
         f"{resources.compression}": resources.compression.scheme != "none",
         "MPIDIST_DEBUG=1": debugging(),  # it compares more
+        "MPIDIST_ABORT=0": not environment.abort,  # at the end it waits for no rank
         f"MPIDIST_ALLREDUCE={environment.allreduce}": environment.allreduce is not None,
         f"MPIDIST_SIMULATED_NODES={environment.simulated_nodes}": (
             environment.simulated_nodes != 1

@@ -291,6 +291,13 @@ def test_settings_of_one_rank_that_can_not_be_read():
             assert f"rank 1 cannot take part" in message, message
             assert f"MPIDIST_{name}" in message and len(message) < 1000, message
         os.environ.pop(f"MPIDIST_{name}", None)
+    os.environ["MPIDIST_ABORT"] = str(int(RANK > 0))  # it can be read, but differs
+    try:
+        mpidist.MPIStrategy()
+        raise AssertionError("they differ")
+    except mpidist.CollectiveMismatchError as error:
+        assert "MPIDIST_ABORT=0" in str(error)
+    os.environ["MPIDIST_ABORT"] = "1"
     assert all_reduce(mpidist.MPIStrategy(), 1.0) == 3
     print("done", flush=True)
     """)
