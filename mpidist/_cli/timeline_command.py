@@ -39,9 +39,9 @@ def timeline(arguments: Sequence[str]) -> int:
     path = Path(given.path).absolute()
     try:
         found = files.load(path)
-        say(summary.summarize(found).rstrip("\n"))
         if given.plot is not None:
             plot.draw(found, Path(given.plot))
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
+    say(summary.summarize(found).rstrip("\n"))
     return 0

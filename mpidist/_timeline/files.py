@@ -175,12 +175,13 @@ def merge(parts: Sequence[Part]) -> Timeline:
 
 
 def _without_waits_in_calls(events: Sequence[Span]) -> Iterator[Span]:
-    """Yield the events of a process but the waits of calls that have ended since."""
-    starts: dict[int, float] = {}  # by thread: the first of what has ended later
+    """Yield the events of a process but the waits in calls that have ended since."""
+    starts: dict[int, float] = {}  # by thread: of the first call that has ended later
     for span in reversed(events):
         first = starts.get(thread_of(span), math.inf)
-        if span.kind != "waits" or span.end < first:
-            starts[thread_of(span)] = min(span.start, first)
+        if span.kind not in ("waits", "waits for begun") or span.end < first:
+            if span.kind != "section":
+                starts[thread_of(span)] = min(span.start, first)
             yield span
 
 

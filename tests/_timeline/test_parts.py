@@ -148,9 +148,11 @@ def test_what_is_left_of_an_earlier_job_is_ignored(path):
 
 def test_a_wait_in_a_call_that_has_ended_is_counted_once(path):
     """Not so that of a call in which the process was killed."""
+    begun = call(0, 1.0, 1.1, kind="waits for begun")
     waits = [call(n, end - 3.0, end, kind="waits") for n, end in ((1, 4.0), (2, 9.0))]
     ended = call(1, 1.0, 5.0)
-    write(path, 0, [waits[0], ended, waits[1]], end=False)
+    section = call(1, 0.5, 5.0, kind="section")
+    write(path, 0, [begun, waits[0], ended, section, waits[1]], end=False)
     write(path, 1, [call(1, 4.5, 5.0)], end=False)
     time = summary.times_of(files.load(path))[0]
     assert time == summary.RankTime(waiting=6.5, in_calls=0.5, outside=1.0)
