@@ -10,6 +10,7 @@ from launching import ROOT, run_alone, run_python
 
 from mpidist import _cli
 from mpidist._cli.bench_command import CASES
+from mpidist._timeline import files
 
 
 @pytest.mark.parametrize(
@@ -108,10 +109,11 @@ def test_the_console_script_is_declared():
     assert callable(_cli.run)
 
 
-@pytest.mark.parametrize("words", ["docs porting", "bench --help"])
+@pytest.mark.parametrize("words", ["docs porting", "bench --help", "timeline run"])
 @pytest.mark.parametrize(("reader", "read"), [("head -c 10", 10), ("true", 0)])
-def test_a_reader_that_has_left_is_no_error(words, reader, read):
+def test_a_reader_that_has_left_is_no_error(words, reader, read, tmp_path):
+    files.write(files.Timeline({0: "a"}, []), tmp_path / "run")
     command = f"{sys.executable} -m mpidist {words} | {reader}"
-    done = run_alone("bash", "-o", "pipefail", "-c", command)
+    done = run_alone("bash", "-o", "pipefail", "-c", command, cwd=tmp_path)
     assert (len(done.stdout), done.stderr) == (read, "")
     assert done.returncode in (0, 141)
