@@ -294,7 +294,8 @@ def _laid_out(x: Array, strides: Sequence[int] | None) -> Array:
         return x
     new = [*strides]
     step = until = x.itemsize
-    for axis in sorted(range(x.ndim), key=lambda i: abs(strides[i])):
+    # Of axes with one stride (windows of an array) the last one is the inner one.
+    for axis in sorted(range(x.ndim), key=lambda i: (abs(strides[i]), -i)):
         size, old = x.shape[axis], abs(strides[axis])
         if size > 1 and old:
             step += x.itemsize * (old != until)

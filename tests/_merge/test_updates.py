@@ -106,6 +106,7 @@ def test_sums_of_arrays_that_are_not_in_c_order(strategy, n):
     views = [x.T, x[:, :5], x[:, 3::2, 1], x[::-1, ::-2], x.transpose(1, 2, 0)]
     views += [x[..., :1], np.asfortranarray(x[..., 0]), x.astype(">f8").T]
     views += [np.broadcast_to(x, (3, *x.shape)), x.astype(np.float32)[..., 0].T]
+    views += [np.lib.stride_tricks.sliding_window_view(x.reshape(-1), 33)]
     variables = [make(strategy, 0.0) for _ in views]
 
     def merge_fn(distribution):
