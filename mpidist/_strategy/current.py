@@ -87,7 +87,7 @@ def group_of_call(strategy: Strategy | None, call: str) -> ReplicaGroup:
                 "or in the function of `strategy.run`, or pass `strategy=strategy`"
             )
         return frame.group
-    group = group_of(strategy)
+    group = group_of(strategy, call)
     if context.has_strategy() and group is not frame.group:
         raise RuntimeError(
             f"{call}: Mixing different Strategy objects: got {strategy}, but "
@@ -119,9 +119,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is None:
         context.push_global(None)
         return
-    call, is_one = "experimental_set_strategy", isinstance(strategy, Strategy)
-    expect(is_one, call, "a `mpidist.Strategy` or None", strategy)
-    context.push_global(context.Frame(group_of(strategy), context.Level.CROSS_REPLICA))
+    group = group_of(strategy, "experimental_set_strategy")
+    context.push_global(context.Frame(group, context.Level.CROSS_REPLICA))
 
 
 def seed_all(
@@ -169,7 +168,7 @@ def seed_all(
 
 def _rank(strategy: Strategy | None) -> int:
     if strategy is not None:
-        return group_of(strategy).replica_id
+        return group_of(strategy, "seed_all").replica_id
     if context.has_strategy():
         return context.current().group.replica_id
     replica = threads.current()

@@ -51,7 +51,7 @@ class ReplicaContext:
     def __init__(
         self, strategy: Strategy, replica_id_in_sync_group: int | None
     ) -> None:
-        group = group_of(strategy)
+        group = group_of(strategy, "ReplicaContext")
         own, given = group.replica_id, replica_id_in_sync_group
         is_int = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
         if not (given is None or is_int):

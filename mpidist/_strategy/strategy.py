@@ -646,6 +646,8 @@ class Strategy:
         return self.run(fn, args=(input_iterator.get_next(),))
 
 
-def group_of(strategy: Strategy) -> ReplicaGroup:
-    """Return the group of replicas that a strategy wraps."""
+def group_of(strategy: Strategy, call: str = "") -> ReplicaGroup:
+    """Return the group of a strategy, which is an argument of the call."""
+    hint = "write `strategy = mpidist.MPIStrategy()`"
+    expect(isinstance(strategy, Strategy), call, "a `mpidist.Strategy`", strategy, hint)
     return strategy._group

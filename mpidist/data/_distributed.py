@@ -592,11 +592,11 @@ class DistributedIterator(PositionedIterator):
                 state, here and in later iterators.
 
         Raises:
-            ValueError: if it is not such a state, or that of another dataset; on all
-                ranks. For `Strategy.distribute_datasets_from_function` also if it was
-                taken on a different number of ranks. After any error the iterator keeps
-                its position, on all ranks; but a source that can be read only once is
-                lost.
+            ValueError: if it is not such a state, or that of a dataset of another
+                length or batch size; on all ranks. For
+                `Strategy.distribute_datasets_from_function` also if it was taken on a
+                different number of ranks. After any error the iterator keeps its
+                position, on all ranks; but a source that can be read only once is lost.
         """
         dataset, call = self._dataset, "DistributedIterator.restore"
         context.require_program_level(self._group, "restore")

@@ -352,7 +352,7 @@ class State:
 
     @property
     def commits(self) -> int:
-        """How many commits were made, in this run and those that it continues."""
+        """How many commits this state has had; not those of an earlier job."""
         newest = self._storage.newest
         return 0 if newest is None else newest.number
 

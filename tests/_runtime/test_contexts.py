@@ -351,9 +351,15 @@ def test_experimental_set_strategy_inside_a_scope(strategy):
 
 @pytest.mark.one_size
 @pytest.mark.usefixtures("unset")
-def test_experimental_set_strategy_of_another_object(strategy):
-    with pytest.raises(TypeError, match=r"expected a `mpidist\.Strategy` or None"):
-        mpidist.experimental_set_strategy("mirrored")
+@pytest.mark.parametrize("what", ["mirrored", mpidist.MPIStrategy])
+def test_another_object_than_a_strategy(strategy, what):
+    for call in (
+        lambda: mpidist.experimental_set_strategy(what),
+        lambda: mpidist.seed_all(1, strategy=what),
+        lambda: mpidist.ReplicaContext(what, None),
+    ):
+        with pytest.raises(TypeError, match=r"expected a `mpidist\.Strategy`, got"):
+            call()
     assert not mpidist.has_strategy()
 
 

@@ -349,6 +349,7 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
         TypeError, lambda: mt.all_reduce([given, 1.0], "SUM", strategy=strategy)
     )
     assert "write `torch.as_tensor(x)`" in texts[0]
+    raises_everywhere(TypeError, lambda: mt.all_reduce(given, "SUM", strategy="all"))
     texts = raises_everywhere(
         TypeError, lambda: mt.all_reduce(given, "MEAN", strategy=strategy)
     )
