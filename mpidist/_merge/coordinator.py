@@ -21,11 +21,12 @@ from mpidist._runtime.registry import (
     Registered,
     component,
     gathered,
+    home_of,
     key_of,
     set_gathered,
 )
 from mpidist._values.distributed import DistributedValues, Mirrored, own_component
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, storage_of
 
 
 class Coordinator:
@@ -178,10 +179,19 @@ class Coordinator:
                 _check_mirrored(value)
             self.command("scatter", (OnRank0(value), isinstance(value, Mirrored)))
             return key_of(value)
-        raise commands.NotThereError(
-            f"merge_fn uses {value!r:.200}, which the other ranks do not have: it "
+        why = (
             "belongs to a `merge_call` that has ended, or was made on rank 0 alone. "
             "Pass it to `merge_call` as an argument"
+        )
+        owner = self._group
+        if isinstance(value, Variable):
+            owner = storage_of(value).group
+        elif isinstance(value, DistributedValues):
+            owner = home_of(value).group
+        if owner is not self._group:
+            why = f"is of {owner}. Make it in the scope of {self._group}"
+        raise commands.NotThereError(
+            f"merge_fn uses {value!r:.200}, which the other ranks do not have: it {why}"
         )
 
     def watch(self, tree: Nest) -> None:

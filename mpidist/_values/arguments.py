@@ -105,11 +105,19 @@ class Attributes:
             frame: where it is called.
 
         Raises:
-            RuntimeError: if it has an aggregation, which nothing would do.
+            RuntimeError: if it has an aggregation, which nothing would do; in merge_fn,
+                which one rank runs.
         """
-        if frame.level is not Level.REPLICA or frame.group.num_replicas == 1:
+        if frame.group.num_replicas == 1:
             return
         call = f"Variable {self.name!r}.{how}: this variable was made outside every"
+        if frame.level is Level.COORDINATOR and not self.on_read:
+            raise RuntimeError(
+                f"{call} scope, so each process has one of its own, and merge_fn would "
+                "change that of rank 0 only; make it in `with strategy.scope():`"
+            )
+        if frame.level is not Level.REPLICA:
+            return
         if self.aggregation is not VariableAggregation.NONE:
             raise RuntimeError(
                 f"{call} scope, so each process has one of its own, and nothing would "

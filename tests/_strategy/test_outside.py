@@ -6,9 +6,10 @@ import warnings
 
 import numpy as np
 import pytest
-from replicas import local
+from replicas import local, merge, raises_everywhere
 
 import mpidist
+from mpidist._merge.commands import NotThereError
 
 pytestmark = pytest.mark.mpi
 
@@ -101,6 +102,14 @@ def test_a_variable_made_outside_warns_once(new_strategy, rank, size):
         assert "`with strategy.scope():`" in text
         assert 'synchronization="ON_READ"' in text
     assert not found_in(lambda: new.run(write, args=(forgotten, other)))
+    if size > 1:
+        for kind, merge_fn, text in (
+            (RuntimeError, lambda s: write(forgotten), "of rank 0 only"),
+            (RuntimeError, lambda s: s.extended.update(forgotten, write), "0 only"),
+            (NotThereError, lambda s: s.run(write, (other,)), "is of <mpidist default"),
+        ):
+            raises_everywhere(kind, lambda f=merge_fn: merge(new, f), text)
+    assert float(forgotten) == 1.0 + 2 * rank
 
 
 # --- a thread that a function in a scope starts ---------------------------------------
