@@ -338,16 +338,14 @@ class ReductionToOneDevice(CrossDeviceOps):
         if group.replica_id != center:
             return None
         total = backend.as_array(accumulate(list(rows)), call)[0]
-        expected = _zeros_like_result(op, x, call)
-        if op is ReduceOp.MEAN:
-            total = total / len(rows)
-        total = total.astype(expected.dtype, copy=False)
+        result = _zeros_like_result(op, x, call)
         if tuple(total.shape) != tuple(x.shape):
             raise ValueError(
                 f"{call}: expected a result of shape {tuple(x.shape)}, got "
                 f"{backend.describe(total)}"
             )
-        return backend.restore(total, kind)
+        backend.fill(result, total / len(rows) if op is ReduceOp.MEAN else total)
+        return backend.restore(result, kind)
 
 
 def _run_on_all(

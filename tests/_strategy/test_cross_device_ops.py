@@ -316,6 +316,9 @@ def test_accumulation_functions_that_fail(strategy, rank, size, destination, wha
     raises_everywhere(kind, lambda: ops.reduce("SUM", x, to))
     assert strategy.reduce("SUM", x, axis=None).tolist() == [size] * 2
     raises_everywhere(ValueError, lambda: ops.reduce("MAX", x, to), "SUM or MEAN")
+    x = strategy.run(lambda: np.array(2.0))  # on rank 0, too, the mean is an array
+    mean = mpidist.ReductionToOneDevice(accumulation_fn=sum).reduce("MEAN", x, x)
+    assert type(own(strategy, mean)) is np.ndarray
 
 
 class Halves(mpidist.CollectiveAllReduce):
