@@ -6,7 +6,7 @@ import abc
 import collections
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpidist._base import gpus
@@ -143,6 +143,19 @@ class SimpleClusterResolver(ClusterResolver):
         return dict(self._num_accelerators)
 
 
+def _assigned_or(name: str, otherwise: Callable[[Any], object], where: str) -> Any:
+    """Return a property: what was assigned, or else what a function says."""
+
+    def get(resolver: ClusterResolver) -> object:
+        given = vars(resolver).get(f"_{name}")
+        return otherwise(resolver) if given is None else given
+
+    def assign(resolver: ClusterResolver, value: object) -> None:
+        vars(resolver)[f"_{name}"] = value
+
+    return property(get, assign, doc=f"The value {where}, or the one assigned.")
+
+
 def _of_tf_config(*keys: str, kind: type, default: object = None) -> Any:
     """Return a property: what was assigned, or else what ``TF_CONFIG`` says.
 
@@ -153,17 +166,18 @@ def _of_tf_config(*keys: str, kind: type, default: object = None) -> Any:
     """
     *section, key = keys
 
-    def get(resolver: ClusterResolver) -> Any:
-        given = vars(resolver).get(f"_{key}")
-        if given is not None:
-            return given
+    def find(_: object) -> object:
         found = (_section(*section) if section else _tf_config()).get(key)
         return default if found is None else kind(found)
 
-    def assign(resolver: ClusterResolver, value: object) -> None:
-        vars(resolver)[f"_{key}"] = value
+    return _assigned_or(key, find, "in ``TF_CONFIG``")
 
-    return property(get, assign, doc="The value in ``TF_CONFIG``, or the one assigned.")
+
+def _of_first(name: str) -> Any:
+    """Return a property: what was assigned, or else that of the first resolver now."""
+    return _assigned_or(
+        name, lambda union: getattr(union._resolvers[0], name), "of the first resolver"
+    )
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -285,6 +299,11 @@ class UnionResolver(ClusterResolver):
         ValueError: if there are no resolvers.
     """
 
+    task_type: Any = _of_first("task_type")
+    task_id: Any = _of_first("task_id")
+    rpc_layer: Any = _of_first("rpc_layer")
+    environment: Any = _of_first("environment")
+
     def __init__(
         self,
         *cluster_resolvers: ClusterResolver,
@@ -299,12 +318,10 @@ class UnionResolver(ClusterResolver):
             is_one = isinstance(resolver, ClusterResolver)
             expected = "each argument to be a ClusterResolver"
             expect(is_one, "UnionResolver", expected, resolver)
-        first = cluster_resolvers[0]
         self._resolvers = cluster_resolvers
-        self.task_type: str | None = first.task_type if task_type is None else task_type
-        self.task_id: int | None = first.task_id if task_id is None else task_id
-        self.rpc_layer: str | None = first.rpc_layer if rpc_layer is None else rpc_layer
-        self.environment: str = first.environment
+        self.task_type = task_type
+        self.task_id = task_id
+        self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks of all resolvers.

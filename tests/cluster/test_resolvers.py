@@ -151,6 +151,8 @@ def test_a_union_joins_lists_and_dicts():
     assert union.num_accelerators() == {"GPU": 1}
     assert union.master() == "r://m"
     assert union.master("ps", 2) == "r://d"
+    first.task_id = 4  # that of SLURM is known after cluster_spec
+    assert union.task_id == 4
     # TensorFlow loses a 0 here.
     assert UnionResolver(first, task_id=0, rpc_layer="x").task_id == 0
     twice = UnionResolver(second, simple({"ps": {1: "z"}}))
