@@ -17,6 +17,7 @@ for invalid arguments, ``RuntimeError`` for a call in the wrong context.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
@@ -213,9 +214,13 @@ def _interrupts(error: BaseException) -> bool:
     while trace is not None:
         frame = trace.tb_frame
         if here and before is not None:
-            # A handler gets the frame that it interrupts.
-            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-            if any(frame.f_locals.get(name) is before for name in names):
+            # A handler gets the frame that it interrupts, perhaps among its `*args`.
+            code = frame.f_code
+            count = code.co_argcount + code.co_kwonlyargcount
+            count += bool(code.co_flags & inspect.CO_VARARGS)
+            given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+            given += [y for x in given if type(x) is tuple for y in x]
+            if any(x is before for x in given):
                 return True
         name = frame.f_code.co_filename
         here = name.startswith(PACKAGE) or (here and is_of_library(frame))

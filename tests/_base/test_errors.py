@@ -40,6 +40,15 @@ def test_tracebacks_show_the_users_frames(monkeypatch):
     assert "_strategy/current.py" in text()
 
 
+def handler(number, frame):
+    raise SignalError
+
+
+def handler_of_anything(*args, code=1):
+    raise SignalError
+
+
+@pytest.mark.parametrize("handler", [handler, handler_of_anything])
 @pytest.mark.parametrize(
     ("files", "found"),
     [
@@ -54,12 +63,10 @@ def test_tracebacks_show_the_users_frames(monkeypatch):
         ([contextlib.__file__], False),
     ],
 )
-def test_lines_of_libraries_are_as_those_of_the_package_that_called_them(files, found):
+def test_lines_of_libraries_are_as_those_of_the_package_that_called_them(
+    files, found, handler
+):
     """A signal came to a line of the last file; each has called the next one."""
-
-    def handler(number, frame):
-        raise SignalError
-
     call, text = handler, "call(15, sys._getframe())"
     for file in reversed(files):
         names = {"call": call, "sys": sys, "__name__": "mpidist.module"}
