@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
@@ -15,6 +15,7 @@ from mpidist._checkpoints.items import GeneratorItem, Item, StateItem
 from mpidist._checkpoints.state_json import Json, Packed, Stored, checksum, host_copy
 from mpidist._values.consistency import Difference, difference_in, find_differences
 
+_A = TypeVar("_A")
 Values: TypeAlias = dict[str, list[Json]]
 """The states of items by name: one value for all ranks, or one for each rank."""
 
@@ -58,6 +59,22 @@ def exchange(
         own = [item for item in items if item.name in differing]
         _gather(call, own, packed, values, arrays)
     return values, arrays
+
+
+def merged(
+    call: CollectiveCall, variables: Mapping[str, _A], tensors: Mapping[str, _A]
+) -> dict[str, _A]:
+    """Return the arrays of variables and those of states.
+
+    Raises:
+        ValueError: if two have the same name.
+    """
+    if clash := sorted(variables.keys() & tensors.keys()):
+        raise ValueError(
+            f"{call.name}: the variable {clash[0]!r} and a tensor in the state of an "
+            "object have the same name; give one of them another name"
+        )
+    return {**variables, **tensors}
 
 
 def _check_names(call: CollectiveCall, packed: Mapping[str, Packed]) -> None:

@@ -130,12 +130,7 @@ class SavedObjects:
 
         def write_on_rank_0() -> tuple[str, int | None]:
             nonlocal thread
-            if clash := sorted(variables.keys() & tensors.keys()):
-                raise ValueError(
-                    f"{name}: the variable {clash[0]!r} and a tensor in the state of "
-                    "an object have the same name; give one of them another name"
-                )
-            arrays = variables | tensors
+            arrays = exchange.merged(call, variables, tensors)
             storage.check_format(arrays, file_format)
             if wait:
                 wait_for_threads()

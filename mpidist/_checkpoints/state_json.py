@@ -102,7 +102,8 @@ class _Packer:
         if isinstance(state, str):
             return str.__str__(state)  # of a member of an enum its value
         if isinstance(state, (bytes, bytearray)):
-            return {"$bytes": base64.b64encode(state).decode()}
+            text = base64.b64encode(state).decode()
+            return {"$bytes" if isinstance(state, bytes) else "$bytearray": text}
         if isinstance(state, (np.ndarray, np.generic)):
             return self._numpy(state, at)
         if isinstance(state, float):
@@ -249,6 +250,7 @@ _DECODERS: Final[dict[str, Callable[[Json, _Decode], State]]] = {
     "$float": lambda x, _: float(x),
     "$complex": lambda x, _: complex(*map(float, x)),
     "$bytes": lambda x, _: base64.b64decode(x, validate=True),
+    "$bytearray": lambda x, _: bytearray(base64.b64decode(x, validate=True)),
     "$tuple": lambda x, decode: tuple(map(decode, x)),
     "$dict": lambda x, decode: {decode(k): decode(v) for k, v in x},
     "$counter": lambda x, decode: collections.Counter(

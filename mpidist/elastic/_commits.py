@@ -93,11 +93,12 @@ def take(
 
     def rest() -> dict[str, HostArray]:
         read = {x.name: backend.to_host(x.variable.read_value()) for x in on_read}
-        return read | {name: own_copy(x, old.get(name)) for name, x in tensors.items()}
+        own = {name: own_copy(x, old.get(name)) for name, x in tensors.items()}
+        return exchange.merged(call, arrays | read, own)
 
     if tensors or on_read:
         # In a section: a replica without memory for it tells the others.
-        arrays |= call.together(rest)
+        arrays = call.together(rest)
     return Commit(number, call.rank, call.size, arrays, states)
 
 

@@ -52,7 +52,7 @@ def test_states_come_back_as_they_were(tmp_path, file_format):
     kind = enum.Enum("Kind", {"RED": "red"}, type=str)
     state = {
         "list": [1, 2.5, None, True, "x", -0.0, float("inf")],
-        "tuple": (1, (2, [3]), b"\0\xff"),
+        "tuple": (1, (2, [3]), b"\0\xff", bytearray(b"x")),
         "big": 2**200,
         "complex": 1 - 2j,
         3: {"$array": 1, ("a", 1): "b"},

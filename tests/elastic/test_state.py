@@ -276,10 +276,16 @@ def _agent():
             ValueError,
             "no single value",
         ),
+        # The commit had one array for both.
+        (
+            lambda s: {"table/b": mpidist.Variable(0.0)},
+            ValueError,
+            "'table/b' and a tensor",
+        ),
     ],
 )
 def test_what_build_may_not_make(made: Any, kind, message):
-    state = elastic.State(made, epoch=0)
+    state = elastic.State(made, epoch=0, table={"b": np.ones(3000)})
     with pytest.raises(kind, match=message):
         elastic.run(lambda strategy, state: None, state)
 
