@@ -153,7 +153,8 @@ def _next_number(path: str) -> int:
     used = [0]
     for name in names:
         match = ARRAY_FILE.fullmatch(name)
-        if match is None and name != MANIFEST:
+        # NFS has such a file for one that is deleted, and still open here.
+        if match is None and name != MANIFEST and not name.startswith(".nfs"):
             raise FileExistsError(
                 f"expected a checkpoint, or nothing, at {path!r}, got a directory with "
                 f"{name!r} in it; save to another path, such as "

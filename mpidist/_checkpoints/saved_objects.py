@@ -118,10 +118,10 @@ class SavedObjects:
         warn_of(self.by_name)
         thread: Write | None = None
 
-        def write(arrays: Mapping[str, Stored], after: int) -> int:
+        def write(place: str, arrays: Mapping[str, Stored], after: int) -> int:
             saved_at = max(time.time_ns(), after + 1)
             replace.replace(
-                str(target),
+                place,
                 lambda directory, number: storage.write_checkpoint(
                     directory, number, arrays, states, call.size, file_format, saved_at
                 ),
@@ -132,11 +132,12 @@ class SavedObjects:
             nonlocal thread
             arrays = exchange.merged(call, variables, tensors)
             storage.check_format(arrays, file_format)
+            place = os.path.abspath(str(target))  # from here: a thread may be late
             if wait:
                 wait_for_threads()
-                return str(target), around(functools.partial(write, arrays))
+                return str(target), around(functools.partial(write, place, arrays))
             copies = {array: own_copy(x) for array, x in arrays.items()}
-            work = functools.partial(around, functools.partial(write, copies))
+            work = functools.partial(around, functools.partial(write, place, copies))
             thread = Write(str(target), work)
             return str(target), None
 

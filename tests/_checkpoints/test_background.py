@@ -82,6 +82,21 @@ def test_what_is_saved_is_the_state_at_the_call(strategy, folder, rank, disk):
     assert (rows == 2.5).all()
 
 
+def test_a_thread_that_waits_for_another_saves_where_the_call_was(
+    new_strategy, tmp_path, disk, monkeypatch
+):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = [checkpoint_of(new_strategy(), v=1.0) for _ in range(2)]
+    for checkpoint, name in zip(made, "ab", strict=True):
+        checkpoint.save(name, wait=False)
+    monkeypatch.chdir("other")
+    disk.let_go()
+    for checkpoint in made:
+        checkpoint.wait()
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "other"]
+
+
 @on_ranks
 @pytest.mark.parametrize("how", ["wait", "save", "restore", "close", "manager"])
 def test_who_waits_for_it_and_raises_its_error(new_strategy, folder, rank, disk, how):

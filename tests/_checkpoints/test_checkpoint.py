@@ -487,6 +487,7 @@ def test_paths_that_can_not_be(strategy, folder, rank):
         (folder / "mine").mkdir()
         (folder / "mine" / "thesis.tex").write_text("x")
         (folder / "empty").mkdir()
+        (folder / "empty" / ".nfs0000000000000001").touch()  # deleted, but open
     for path in ("missing", "mine"):
         text = f"there is no checkpoint at .*{path}"
         with pytest.raises(FileNotFoundError, match=text):
