@@ -37,6 +37,7 @@ from mpidist._values.components import component_of, differs
 from mpidist._values.distributed import (
     Mirrored,
     PerReplica,
+    argument_of,
     own_component,
     select_replica,
 )
@@ -172,7 +173,7 @@ def _reduce_same(
     fits = not isinstance(leaf, (list, tuple, types.NoneType))
     expect(fits, call, "a PerReplica", leaf, "pass what `strategy.run` returned")
     if not group.is_mpi and axes is None:
-        return own_component(leaf)  # one replica: no wrapping needed
+        return argument_of(leaf)  # one replica: no wrapping needed
     if not RULES[op].idempotent and group.is_mpi:
         raise ValueError(
             f"{call}: A non-DistributedValues value {leaf!r:.80} cannot be reduced "
@@ -180,7 +181,7 @@ def _reduce_same(
             "it is not clear how often it counts; pass what `strategy.run` returned, "
             f'as in `strategy.reduce("{op.name}", strategy.run(lambda: x), axis=None)`'
         )
-    leaf = own_component(leaf)
+    leaf = argument_of(leaf)
     plain = to_plain(leaf)
     if axes is not None:
         return folds.reduce_same(op, plain, axes)
@@ -299,7 +300,7 @@ def _gather(group: ReplicaGroup, value: Nest, axis: int) -> Nest:
     with collectives.guard.checking(call):
         group.registry.check(call, value)
         # Not per replica: returned unchanged, not n times (as in TensorFlow).
-        own = component_of(value) if moves else own_component(value)
+        own = component_of(value) if moves else argument_of(value)
         if isinstance(value, (list, tuple, dict)):
             raise TypeError(
                 f"{call}: expected one PerReplica or array, got a "

@@ -252,6 +252,9 @@ def test_reduce_to_of_what_is_the_same(strategy, rank, size, in_cross_replica):
         assert extended.reduce_to("MAX", 3.0, v) == 3.0
         results = extended.batch_reduce_to("MEAN", [(mirrored, v), (x, v)])
         assert results[0] is mirrored
+        ones = extended.broadcast_to(np.ones(2), v)  # rank 0 may not change its own
+        same = distribution.reduce("MAX", ones, axis=None), distribution.gather(ones, 0)
+        assert [x.flags.writeable for x in same] == [False] * 2
         return results[1]
 
     assert own(strategy, in_cross_replica(fn, float(rank))) == (size - 1) / 2
