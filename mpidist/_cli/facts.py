@@ -22,8 +22,9 @@ import numpy as np
 import mpidist
 from mpidist import _native
 from mpidist._base import gpus, machine
+from mpidist._base.environment import read_environment
 from mpidist._base.errors import format_ranks
-from mpidist._cli.speaking import let_the_first_speak
+from mpidist._cli.speaking import UsageError, let_the_first_speak
 from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
 from mpidist.cluster import expand_tasks_per_node
@@ -69,9 +70,20 @@ class Job:
     """
 
     def __init__(self) -> None:
-        """Duplicate COMM_WORLD. Collective; starts MPI."""
+        """Duplicate COMM_WORLD. Collective; starts MPI.
+
+        Raises:
+            UsageError: if an environment variable of any rank is invalid.
+        """
         self.mpi: ModuleType = library.mpi_module()
         self.comm: RawComm = self.mpi.COMM_WORLD.Dup()
+        wrong = ""
+        try:
+            read_environment()
+        except ValueError as error:
+            wrong = str(error)
+        if wrong := next(filter(None, self.comm.allgather(wrong)), ""):
+            raise UsageError(wrong)
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.facts: list[Facts] = self.comm.allgather(facts_of_rank(self.mpi))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import mpidist
-from mpidist._base.environment import read_environment
 from mpidist._cli import (
     bench_command,
     check_command,
@@ -72,10 +71,6 @@ def main(arguments: Sequence[str]) -> int:
             hint = f"; did you mean `mpidist {close[0]}`?" if close else ""
             parser.error(f"expected one of {known}, got {got}{hint}")
         name = f"mpidist {given.command}"
-        try:
-            read_environment()
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         return _COMMANDS[given.command][0](words[end:])
     except UsageError as error:
         complain(name, str(error))

@@ -46,6 +46,7 @@ def fail(descriptor):
 run("help", "bench", "--help")
 run("usage", "bench", "--seconds", "no")
 run("file", "bench", "run", "--json", "/no/such/f")
+run("variable", "info", **({"MPIDIST_TIMEOUT": "soon"} if rank else {}))
 run("info", "info", MPIDIST_GUARD="0")
 run("check", "check", "--json", *folder)
 run("differs", "check", MPIDIST_FUSION_MB=f"1{rank}")
@@ -108,10 +109,12 @@ def test_ranks_print_a_message_or_help_once(on_ranks):
     """Also if one rank alone finds the mistake."""
     code, text = on_ranks.found["help"]
     assert (code, text.count("usage: mpidist bench")) == (0, 1)
-    assert on_ranks.found["usage"] == on_ranks.found["file"] == (2, "")
+    for name in ("usage", "file", "variable"):
+        assert on_ranks.found[name] == (2, "")
     for message in (
         "error: argument --seconds: expected seconds above 0, such as",
         "--json /no/such/f cannot be written: No such file",
+        "error: the environment variable MPIDIST_TIMEOUT is 'soon'",
     ):
         assert on_ranks.errors.count(message) == 1
 
