@@ -58,7 +58,7 @@ class Supervisor:
     environment: Mapping[str, str]
     restarts: int
     outlives_ranks: bool
-    _asked_to_end: bool = False
+    _asked_by: int = 0  # the last signal
     _process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -69,7 +69,7 @@ class Supervisor:
         try:
             for attempt in range(self.restarts + 1):
                 code = self._run_once()
-                if code == 0 or self._asked_to_end or attempt == self.restarts:
+                if code == 0 or self._asked_by or attempt == self.restarts:
                     break
                 _say(
                     f"the job ended with code {code}; starting it again, "
@@ -83,10 +83,10 @@ class Supervisor:
             self._witness.wait()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_end = True
-        if number == signal.SIGINT and self._reached_the_group():
+        self._asked_by = number
+        if self._process is None:  # see `_run_once`
             return
-        if self._process is not None:
+        if number != signal.SIGINT or not self._reached_the_group():
             self._process.send_signal(number)
 
     def _reached_the_group(self) -> bool:
@@ -109,6 +109,8 @@ class Supervisor:
             self._process = _start(
                 self.command, {**self.environment, ENDED_FILE: ended}
             )
+            if self._asked_by:  # while it was being started
+                self._process.send_signal(self._asked_by)
             code = self._wait(self._process, ended + GAVE_UP)
             self._process = None
             if code == 0 and not os.path.exists(ended):

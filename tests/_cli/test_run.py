@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpidist import _cli
-from mpidist._cli import run_command
+from mpidist._cli import run_command, supervision
 from mpidist._cli.speaking import UsageError
 from tests import launching
 
@@ -133,6 +133,20 @@ def test_signals_arrive(folder, number, from_terminal):
             process.kill()
             os.close(keyboard)
             os.close(terminal)
+
+
+def test_a_signal_while_mpirun_is_started_reaches_it(monkeypatch):
+    start = supervision._start
+
+    def start_late(command, environment=None):
+        process = start(command, environment)
+        if environment is not None:  # not the witness
+            os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(supervision, "_start", start_late)
+    job = supervision.Supervisor(["sleep", "9"], os.environ, 3, outlives_ranks=False)
+    assert job.run() == 128 + signal.SIGTERM
 
 
 def test_a_program_that_ends_mpi_itself_has_come_to_its_end(folder):
