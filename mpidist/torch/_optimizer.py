@@ -346,5 +346,5 @@ class DistributedOptimizer(_AnyOptimizer):
         return [
             (self._names.get(id(p), f"parameter {i}"), p)
             for i, p in enumerate(parameters)
-            if p.requires_grad
+            if p.requires_grad or p.grad is not None  # with which torch makes a step
         ]

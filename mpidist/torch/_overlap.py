@@ -365,8 +365,8 @@ def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:
 
 
 def gradients_of(named: Named) -> list[torch.Tensor | None]:
-    """Return the gradients of parameters; None for those that are frozen."""
-    return [p.grad if p.requires_grad else None for _, p in named]
+    """Return the gradients of parameters; None for those that have none."""
+    return [p.grad for _, p in named]
 
 
 def _with_version(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

@@ -331,7 +331,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Return this rank's elements of the sequences that may have changed."""
         own = {}
         for i, (parameters, divided) in enumerate(self._sequences):
-            if not any(p.requires_grad for p in parameters):
+            if not any(p.requires_grad or p.grad is not None for p in parameters):
                 continue
             pieces = [
                 parameters[place].detach().reshape(-1)[start:stop]

@@ -181,7 +181,7 @@ def all_reduce_gradients(
 
     A parameter that has no gradient on some rank counts as zeros there, as in torch's
     DistributedDataParallel with ``find_unused_parameters=True``; if it has none on any
-    rank, ``p.grad`` stays None. Parameters with ``requires_grad=False`` are left out.
+    rank, ``p.grad`` stays None. Frozen parameters without one are left out.
 
     Args:
         module: a module, or its parameters in the same order on all ranks.
@@ -301,7 +301,7 @@ def named_parameters(module: Parameters, call: str) -> Named:
     for _, parameter in named:
         is_tensor = guests.kind_of(parameter) == "torch"
         expect(is_tensor, call, "parameters", parameter, _WRITE_PARAMETERS)
-    named = [(name, p) for name, p in named if p.requires_grad]
+    named = [(name, p) for name, p in named if p.requires_grad or p.grad is not None]
     if not named:
         raise ValueError(f"{call}: no parameter requires a gradient")
     return named

@@ -223,7 +223,11 @@ def test_parameters_that_are_shared_frozen_and_added(trains_alike, torch):
             training.module[2].requires_grad_(True)
             parameters = list(training.module[2].parameters())
             training.optimizer.add_param_group({"params": parameters, "lr": 0.1})
-        training.step(number)
+        training.optimizer.zero_grad()
+        training.loss().backward()
+        if number == 8:  # its gradient is there
+            training.module[5].requires_grad_(False)
+        training.optimizer.step()
 
     trains_alike(step, steps=10, make_module=make)
 

@@ -205,6 +205,9 @@ def test_dtypes_parameters_without_gradient_and_odd_ones(strategy, torch, mt):
     for p in two.values():
         p.data = p.data.clone()
     step()
+    for each in (one, two):
+        each["double"].requires_grad_(False)  # torch goes by the gradient
+    step()
 
 
 def test_a_state_without_elements(strategy, torch, mt):

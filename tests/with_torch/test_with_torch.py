@@ -113,15 +113,18 @@ def test_uneven_rows_with_sum(strategy, rank, torch, mt):
 
 
 def test_parameters_without_a_gradient(strategy, rank, torch, mt):
-    everywhere_, rank_1, nowhere, frozen = (
-        torch.nn.Parameter(torch.ones(2)) for _ in range(4)
+    everywhere_, rank_1, nowhere, frozen, late = (
+        torch.nn.Parameter(torch.ones(2)) for _ in range(5)
     )
-    frozen.requires_grad_(False)
+    late.grad = torch.full((2,), rank + 2.0)  # with which torch makes a step
+    for parameter in (frozen, late):
+        parameter.requires_grad_(False)
     everywhere_.grad = torch.full((2,), rank + 1.0)
     if rank == 1:
         rank_1.grad = torch.full((2,), 4.0)
-    parameters = [everywhere_, rank_1, nowhere, frozen]
+    parameters = [everywhere_, rank_1, nowhere, frozen, late]
     mt.all_reduce_gradients(parameters, strategy=strategy)
+    assert late.grad.tolist() == [2.5, 2.5]
     assert everywhere_.grad.tolist() == [1.5, 1.5]
     assert rank_1.grad.tolist() == [2, 2]
     assert nowhere.grad is None
