@@ -566,6 +566,9 @@ class Dataset(metaclass=_Names):
         """
         size = _as_count("padded_batch", "batch_size", batch_size, least=1)
         drop = bool(drop_remainder)
+        padded_shapes = nest.map_structure(
+            lambda x: x.tolist() if isinstance(x, np.ndarray) else x, padded_shapes
+        )
         call = f"padded_batch({size}, {padded_shapes}, {padding_values}, {drop})"
         return Dataset(
             several.PaddedBatch(

@@ -137,12 +137,18 @@ class Range(Stage):
     """Numbers with a constant difference; without end for a stop of None."""
 
     def __init__(self, start: int, stop: int | None, step: int, dtype: DType) -> None:
-        self.size = INFINITE if stop is None else len(range(start, stop, step))
+        self.size = INFINITE
+        if stop is not None:
+            self.size = min(max(0, -((start - stop) // step)), INFINITE - 1)
         self.text = f"range({start}, {'...' if stop is None else stop}, {step})"
         self._start, self._step, self._dtype = start, step, dtype
+        self._is_wide = max(start, (stop or 0) - 1) >= 2**63
 
     def block(self, tokens: Tokens) -> RowBlock:
-        numbers = np.asarray(tokens, np.int64) * self._step + self._start
+        # Modulo 2**64, as one of these dtypes has all of them.
+        start, step = (np.uint64(x % 2**64) for x in (self._start, self._step))
+        numbers = np.asarray(tokens, np.int64).view(np.uint64) * step + start
+        numbers = numbers.view(np.uint64 if self._is_wide else np.int64)
         return block_of(numbers.astype(self._dtype), "Dataset.range")
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:

@@ -48,8 +48,10 @@ def test_range():
     assert [type(x) for x in dataset] == [np.float32] * 3
     wrapped = Dataset.range(-1, 2, output_type=np.uint8)  # as TensorFlow's
     assert lists(wrapped) == list(next(iter(wrapped.batch(3)))) == [255, 0, 1]
-    large = Dataset.range(2**63, 2**63 + 2, output_type=np.uint64)
-    assert lists(large) == [2**63, 2**63 + 1]
+    for first, last in ((2**63 - 1, 2**63), (2**63, 2**63 + 1)):
+        large = Dataset.range(first, last + 1, output_type=np.uint64)
+        assert lists(large) == lists(large.batch(2))[0] == [first, last]
+    assert lists(Dataset.range(2**64).take(2).batch(2)) == [[0, 1]]
     assert len(Dataset.range(2**40)) == 2**40
     assert next(iter(Dataset.range(2**40).skip(2**39))) == 2**39
 
@@ -514,7 +516,7 @@ def test_padded_batch_is_that_of_tensorflow():
         [[3, 3, 3, 0], [4, 4, 4, 4]],
     ]
     assert lists(rows.padded_batch(2, [5]))[0] == [[1, 0, 0, 0, 0], [2, 2, 0, 0, 0]]
-    for shape in ([5], 5):
+    for shape in ([5], 5, np.array([5]), zero_d(5)):
         (first, _) = lists(rows.padded_batch(2, shape, -1))
         assert first == [[1, -1, -1, -1, -1], [2, 2, -1, -1, -1]]
     (first,) = lists(rows.padded_batch(3, [-1], drop_remainder=True))
