@@ -63,8 +63,10 @@ class _Confusion(_OfPairs):
         what = "predictions between 0 and 1"
         hint = "write `1 / (1 + numpy.exp(-logits))` for logits"
         expect(inside, call, what, given, hint, error=ValueError)
-        # Above the first k thresholds: in the dtype of the predictions, as in Keras.
-        k = np.searchsorted(self._limits.astype(pred.dtype), pred.ravel())
+        # Above the first k thresholds: in the dtype of the predictions, but float32 for
+        # float16, which has other thresholds, as in Keras.
+        limits = self._limits.astype(np.promote_types(pred.dtype, np.float32))
+        k = np.searchsorted(limits, pred.ravel())
         above, below = [], []
         for label in (True, False):
             w = np.where((true.ravel() != 0) == label, weights.ravel(), 0.0)
