@@ -192,7 +192,8 @@ def put(
 
     def prepare() -> tuple[list[Callable[[], None]], list[tuple[StateItem, State]]]:
         steps: list[Callable[[], None]] = []
-        for item in items.values():
+        # Variables first: one may have a name like those that an optimizer makes later.
+        for item in sorted(items.values(), key=lambda x: isinstance(x, LaterItem)):
             if isinstance(item, VariableItem):  # its copy here, on its device
                 storage = storage_of(item.variable)
                 value = storage.prepare("assign", arrays.pop(item.name))
