@@ -110,7 +110,9 @@ def is_tree(value: object) -> bool:
         value, is_leaf=lambda x: isinstance(x, (Variable, DistributedValues))
     )
     return any(guests.kind_of(x) == "jax" for x in leaves) and all(
-        guests.kind_of(x) == "jax" or backend.is_number(x) or backend.is_array(x)
+        guests.kind_of(x) == "jax"
+        or isinstance(x, (int, float, complex))  # and bool
+        or backend.is_array(x)
         for x in leaves
     )
 

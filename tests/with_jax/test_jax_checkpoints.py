@@ -17,6 +17,7 @@ def make_params(jax, value):
     return {
         "layers": [{"w": full((2, 3), value), "b": full(3, value, "bfloat16")}],
         "scale": value,
+        "flag": value > 0,
         "count": full((), 7),
     }
 
