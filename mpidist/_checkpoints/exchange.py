@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
@@ -15,7 +15,6 @@ from mpidist._checkpoints.items import GeneratorItem, Item, StateItem
 from mpidist._checkpoints.state_json import Json, Packed, Stored, checksum, host_copy
 from mpidist._values.consistency import Difference, difference_in, find_differences
 
-_A = TypeVar("_A")
 Values: TypeAlias = dict[str, list[Json]]
 """The states of items by name: one value for all ranks, or one for each rank."""
 
@@ -25,6 +24,7 @@ def exchange(
     items: Sequence[StateItem],
     packed: Mapping[str, Packed],
     variables: Mapping[str, Stored],
+    names: Collection[str],
 ) -> tuple[Values, dict[str, Stored]]:
     """Compare states and variables over the ranks. Collective.
 
@@ -32,19 +32,20 @@ def exchange(
         call: the call that reads them.
         items: the items with a state.
         packed: this rank's states, by the names of the items.
-        variables: the copies of variables, which must be the same on all ranks.
+        variables: the copies of variables to compare.
+        names: of all variables.
 
     Returns:
         The states of all ranks, and the arrays that they name.
 
     Raises:
         CollectiveMismatchError: if an array differs that must not.
-        ValueError: if arrays of two states have the same name.
+        ValueError: if arrays of states or variables have the same name.
     """
     differing = {}
     numbers: dict[str, int] = {}
     with call.guard.checking(call.name):
-        _check_names(call, packed)
+        _check_names(call, packed, names)
         if call.size > 1:  # for a save with `wait=False` a checksum takes long
             numbers |= {name: checksum(x) for name, x in variables.items()}
             numbers |= {name: x.number for name, x in packed.items()}
@@ -61,27 +62,18 @@ def exchange(
     return values, arrays
 
 
-def merged(
-    call: CollectiveCall, variables: Mapping[str, _A], tensors: Mapping[str, _A]
-) -> dict[str, _A]:
-    """Return the arrays of variables and those of states.
-
-    Raises:
-        ValueError: if two have the same name.
-    """
-    if clash := sorted(variables.keys() & tensors.keys()):
-        raise ValueError(
-            f"{call.name}: the variable {clash[0]!r} and a tensor in the state of an "
-            "object have the same name; give one of them another name"
-        )
-    return {**variables, **tensors}
-
-
-def _check_names(call: CollectiveCall, packed: Mapping[str, Packed]) -> None:
-    """Raise a ValueError if arrays in the states of two objects have one name."""
+def _check_names(
+    call: CollectiveCall, packed: Mapping[str, Packed], variables: Collection[str]
+) -> None:
+    """Raise a ValueError if arrays of variables or states have one name."""
     owners: dict[str, str] = {}
     for name, state in packed.items():
         for array in state.arrays:
+            if array in variables:
+                raise ValueError(
+                    f"{call.name}: the variable {array!r} and a tensor in the state of "
+                    "an object have the same name; give one of them another name"
+                )
             if array in owners:
                 raise ValueError(
                     f"{call.name}: a tensor in the state of {owners[array]!r} and one "

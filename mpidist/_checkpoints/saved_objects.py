@@ -130,7 +130,7 @@ class SavedObjects:
 
         def write_on_rank_0() -> tuple[str, int | None]:
             nonlocal thread
-            arrays = exchange.merged(call, variables, tensors)
+            arrays = variables | tensors
             storage.check_format(arrays, file_format)
             place = os.path.abspath(str(target))  # from here: a thread may be late
             if wait:
@@ -243,5 +243,5 @@ def _values(
         return arrays, {item.name: item.pack() for item in objects}
 
     arrays, packed = call.together(read)
-    states, tensors = exchange.exchange(call, objects, packed, arrays)
+    states, tensors = exchange.exchange(call, objects, packed, arrays, arrays)
     return arrays, tensors, states

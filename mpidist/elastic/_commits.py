@@ -88,17 +88,17 @@ def take(
         }
 
     packed, arrays = call.attempt(prepare)
-    states, tensors = exchange.exchange(call, objects, packed, {})
+    names = {x.name for x in variables}
+    states, tensors = exchange.exchange(call, objects, packed, {}, names)
     _check_differing(call, objects, states, plain)
 
     def rest() -> dict[str, HostArray]:
         read = {x.name: backend.to_host(x.variable.read_value()) for x in on_read}
-        own = {name: own_copy(x, old.get(name)) for name, x in tensors.items()}
-        return exchange.merged(call, arrays | read, own)
+        return read | {name: own_copy(x, old.get(name)) for name, x in tensors.items()}
 
     if tensors or on_read:
         # In a section: a replica without memory for it tells the others.
-        arrays = call.together(rest)
+        arrays |= call.together(rest)
     return Commit(number, call.rank, call.size, arrays, states)
 
 
