@@ -282,6 +282,7 @@ def check_folder(job: Job, path: str) -> Finding:
             file.write_bytes(_block(0))
     except OSError as error:
         problem = f"rank 0 cannot write to {path}: {error.strerror}"
+        shutil.rmtree(inside, ignore_errors=True)
     if problem := job.from_root(problem):
         raise CheckFailedError(problem, "choose a folder that rank 0 may write to")
     try:

@@ -3,6 +3,8 @@
 import os
 import re
 import sys
+import unittest.mock
+from pathlib import Path
 
 import pytest
 
@@ -33,11 +35,16 @@ def test_a_launcher_of_another_mpi(monkeypatch, capsys):
     assert last == "1 of 1 checks failed"
 
 
-def test_folders(tmp_path):
+def test_folders(tmp_path, monkeypatch):
     missing = tmp_path / "no"
     with pytest.raises(CheckFailedError, match=f"rank 0 cannot write to {missing}: No"):
         system_checks.check_folder(Job(), str(missing))
     assert system_checks.check_folder(Job(), "/dev/shm").state == "note"
+    full = unittest.mock.Mock(side_effect=OSError(28, "No space left"))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CheckFailedError, match="No space left"):
+        system_checks.check_folder(Job(), str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_gpus_that_ranks_share(monkeypatch):
