@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 import time
 from typing import Final, NoReturn
 
+from mpidist._base.options import LARGEST_NUMBER
 from mpidist._mpi import launcher, library
 
 EXIT_USAGE: Final = 2
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 def positive_seconds(text: str) -> float:
     """Return the seconds that an argument means."""
     with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
+        if 0 < (seconds := float(text)) <= LARGEST_NUMBER:
             return seconds
     message = f"expected seconds above 0, such as 1.5, got {text!r}"
     raise argparse.ArgumentTypeError(message)

@@ -30,7 +30,7 @@ from mpidist._base import interactive, threads
 from mpidist._base.environment import Environment
 from mpidist._base.errors import CollectiveError, RemoteTraceback, on_rank
 from mpidist._base.expect import as_int, expect
-from mpidist._base.options import CommunicationImplementation
+from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._runtime import process_exit
 from mpidist.testing._communicator import ThreadCommunicator
 from mpidist.testing._group import ThreadGroup, connect
@@ -253,6 +253,7 @@ def run(
     call, hint = "mpidist.testing.run", "write `run(3, fn)`"
     num_replicas = as_int(call, "num_replicas", num_replicas, least=1, hint=hint)
     expect(callable(fn), call, "`fn` to be callable", fn, hint)
+    CommunicationOptions(timeout_seconds=timeout_seconds)  # which checks it
     interactive.hide_own_frames()
     world = World(num_replicas)
     channel = Channel(world, tuple(range(num_replicas)), of_program=True)

@@ -525,15 +525,17 @@ def test_outside_of_a_run():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ((2.0, print), TypeError, "`num_replicas` to be an int, got 2.0"),
-        ((True, print), TypeError, "`num_replicas` to be an int, got True"),
-        ((0, print), ValueError, "`num_replicas` to be 1 or more, got 0"),
-        ((2, 3), TypeError, "`fn` to be callable, got 3"),
+        ((2.0, print, 5), TypeError, "`num_replicas` to be an int, got 2.0"),
+        ((True, print, 5), TypeError, "`num_replicas` to be an int, got True"),
+        ((0, print, 5), ValueError, "`num_replicas` to be 1 or more, got 0"),
+        ((2, 3, 5), TypeError, "`fn` to be callable, got 3"),
+        ((2, print, -1), ValueError, "`timeout_seconds` to be a number of seconds"),
     ],
 )
 def test_arguments(arguments, kind, message):
+    *positional, seconds = arguments
     with pytest.raises(kind, match=message):
-        testing.run(*arguments)
+        testing.run(*positional, timeout_seconds=seconds)
 
 
 def test_many_programs_that_go_wrong_at_any_place():
