@@ -92,7 +92,7 @@ def _facts_of_job(job: Job, device: str) -> Facts:
     }
     try:
         strategy = mpidist.MPIStrategy(device=device)
-    except (ValueError, TypeError, RuntimeError) as error:  # the same on all ranks
+    except (ValueError, TypeError, RuntimeError, OSError) as error:  # on all ranks
         if not job.stranger:  # which says it all
             found["problems"].append(f"MPIStrategy cannot be made: {error}")
         return found

@@ -140,7 +140,6 @@ class Recorder:
         """
         if self._file is not None or self._stopped:
             return
-        self.rank = rank
         part = part_of(self.path, rank)
         for path in (self.path, part):
             if path.exists() and not path.is_file():
@@ -149,6 +148,7 @@ class Recorder:
                     errno.EINVAL, "expected a file, or a path where none is", str(path)
                 )
         self._file = open(part, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
+        self.rank = rank
         self._file.write("[\n")
         host = os.uname().nodename
         self._events.insert(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from launching import run_alone
 
 from mpidist import _cli
 from mpidist._cli import facts, info_command, system_checks
@@ -36,6 +37,9 @@ def test_there_can_be_no_strategy(capsys):
     out = capsys.readouterr().out
     assert "problems     MPIStrategy cannot be made: " in out
     assert "gpu:999" in out
+    done = run_alone("-m", "mpidist", "info", env={"MPIDIST_TIMELINE": "/no/f"})
+    assert "problems     MPIStrategy cannot be made: [Errno 2]" in done.stdout
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(
