@@ -57,7 +57,7 @@ class Notice:
         sequence: the number of its last header.
         call: what it waits for.
         gave_up: why it has given up; "": it has not.
-        awaited: the ranks whose data it waits for.
+        awaited: the ranks whose data it waits for; None if it waits for no data.
         missing: the ranks that it has given up on.
         lost: those of them that will never come.
         end: how far its process is in ending.
@@ -69,7 +69,7 @@ class Notice:
     sequence: int
     call: str
     gave_up: str = ""
-    awaited: tuple[int, ...] = ()
+    awaited: tuple[int, ...] | None = None
     missing: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     end: End = ""
@@ -107,6 +107,7 @@ class Notices:
         call_state: its ``sequence`` is the number of this rank's last header.
 
     Attributes:
+        is_for_data: whether this rank waits for data now, not for the next header.
         missing: the ranks that this one, or who told it, has given up on.
         lost: those of them that stopped in the middle of their data. No message is sent
             to them any more, since MPI may fail on it.
@@ -120,6 +121,7 @@ class Notices:
         self._ends: dict[int, End] = {}
         seconds = COLLECT_SECONDS * max(1.0, comm.size / 8)
         self._collect_seconds: float = min(seconds, _MOST_COLLECT_SECONDS)
+        self.is_for_data: bool = False
         self.missing: tuple[int, ...] = ()
         self.lost: tuple[int, ...] = ()
 
@@ -130,7 +132,7 @@ class Notices:
         me, number = self._comm.rank, self._call_state.sequence
         notice = Notice(me, number, wait.what, gave_up, end=end, waited=waited)
         notice.missing, notice.lost = self.missing, self.lost
-        notice.awaited = tuple(wait.awaited or ())
+        notice.awaited = None if wait.awaited is None else tuple(wait.awaited)
         notice.came = time.monotonic()
         self._latest[me] = notice
         data = pickle.dumps(notice)
@@ -170,9 +172,14 @@ class Notices:
     # --- what is known of the others ----------------------------------------------
 
     def _of_waiting(self) -> list[Notice]:
-        """Return the notices of ranks that wait after the same header, by rank."""
+        """Return the notices of ranks that wait after the same header, by rank.
+
+        Not those for the data of that header, if this rank waits for the next one: who
+        has its data since says nothing of it.
+        """
         latest, number = sorted(self._latest.items()), self._call_state.sequence
-        return [notice for _, notice in latest if notice.sequence == number]
+        same = [notice for _, notice in latest if notice.sequence == number]
+        return [x for x in same if x.awaited is None or self.is_for_data]
 
     def longest_wait(self, what: str) -> float:
         """Return the longest wait of another rank for the same; 0.0: none is known."""
@@ -206,7 +213,7 @@ class Notices:
         missing = wait.missing or [
             rank for rank in range(self._comm.size) if rank not in waiting
         ]
-        awaited = [set(notice.awaited) for notice in notices]
+        awaited = [set(notice.awaited or ()) for notice in notices]
         if awaited and all(awaited):  # all wait for data, and know whose
             missing = sorted(set().union(*awaited) - set(waiting)) or missing
         return [rank for rank in waiting if rank not in missing], missing

@@ -224,6 +224,7 @@ class Waits:
         if breakdown.read_notices():
             return
         notices = breakdown.notices
+        notices.is_for_data = self._awaited is not None or state.channel.moves
         longest = notices.longest_wait(what)
         if current.came_late is None:
             current.came_late = longest > 0

@@ -145,5 +145,10 @@ def test_a_report_waits_for_as_long_as_the_notices_took(monkeypatch):
                 one = notices_module.Notice(rank, guard.sequence, "step", came=came)
                 notices._latest[rank] = one
             assert notices.are_quiet() is quiet
+        one.awaited = ()  # rank 1 waited for data, which it may have got since
+        wait = notices_module.Wait("step")
+        assert notices.waiting_and_missing(wait) == ([0], [1])
+        notices.is_for_data = True
+        assert notices.waiting_and_missing(wait) == ([0, 1], [])
 
     testing.run(2, program)
