@@ -59,7 +59,7 @@ class _Confusion(_OfPairs):
             pred = pred.astype(np.float64)
         if self._from_logits:
             pred = np.exp(-np.logaddexp(0.0, -pred.astype(np.float64)))
-        inside = bool(((pred >= 0) & (pred <= 1)).all())
+        inside = bool(((pred >= 0) & (pred <= 1) | (weights == 0)).all())
         what = "predictions between 0 and 1"
         hint = "write `1 / (1 + numpy.exp(-logits))` for logits"
         expect(inside, call, what, given, hint, error=ValueError)

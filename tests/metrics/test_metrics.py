@@ -568,6 +568,7 @@ def test_what_is_not_a_number_counts_as_its_weight_and_is_never_right():
     metrics = mpidist.metrics
     assert metrics.Mean()([np.nan, 1.0], [0.0, 1.0]) == 1.0
     assert metrics.Sum()([np.inf, 1.0], [0.0, 1.0]) == 1.0
+    assert metrics.AUC()([0, 1, 1], [0.1, 0.9, np.nan], [1.0, 1.0, 0.0]) == 1.0
     scores = [[np.nan, 1.0, 2.0], [3.0, np.nan, 2.0], [-np.inf, 0.0, 1.0]]
     assert metrics.SparseTopKCategoricalAccuracy(2)([0, 0, 1], scores) == 1 / 3
 
