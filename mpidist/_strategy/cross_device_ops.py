@@ -192,6 +192,12 @@ class CrossDeviceOps:
 class CollectiveAllReduce(CrossDeviceOps):
     """Reduces several values together, by one all-reduce; the default."""
 
+    def __init_subclass__(cls) -> None:
+        """Reduce several values one at a time where only that is overridden."""
+        own, many = vars(cls), "batch_reduce_implementation"
+        if "reduce_implementation" in own and many not in own:
+            setattr(cls, many, CrossDeviceOps.batch_reduce_implementation)
+
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,

@@ -330,8 +330,6 @@ class Halves(mpidist.CollectiveAllReduce):
         total = super().reduce_implementation(op, half, destinations, options)
         return None if total is None else total.astype("float64")
 
-    batch_reduce_implementation = mpidist.CrossDeviceOps.batch_reduce_implementation
-
 
 def test_a_class_of_the_user_that_compresses(strategy_with, rank, size):
     strategy = strategy_with(Halves())
@@ -352,6 +350,8 @@ def test_a_class_of_the_user_that_compresses(strategy_with, rank, size):
 
     first, _ = merge(strategy, merge_fn, np.full(10, 0.1))
     np.testing.assert_allclose(own(strategy, first), 0.1 * size, rtol=2e-3)
+    several = local(strategy, lambda: context().all_reduce("SUM", [0.1, 0.1]))
+    assert several == [float(np.float16(0.1) * np.float16(size))] * 2
 
 
 class Failing(mpidist.CollectiveAllReduce):
