@@ -80,8 +80,9 @@ class Coordinator:
                     result = nest.map_structure(self._part_of, result)
                 if self._several:
                     content, arrays = self._writer.write(result, named=False)
-                    guard.set_alone(False)
-                    self._send("return", content)
+            if self._several:  # after what leaving the frame may raise
+                guard.set_alone(False)
+                self._send("return", content)
         except BaseException as error:
             guard.set_alone(False)
             if self._several:

@@ -102,6 +102,15 @@ def test_args_must_be_a_tuple(strategy):
     assert_usable(strategy)
 
 
+def test_a_scope_that_merge_fn_leaves_open(strategy):
+    def call():
+        merge(strategy, lambda strategy: strategy.scope().__enter__() and None)
+
+    raises_everywhere(RuntimeError, call, "was left while a later one is still open")
+    assert merge(strategy, lambda strategy: "the next one") == "the next one"
+    assert_usable(strategy)
+
+
 # --- what merge_fn sees ---------------------------------------------------------------
 
 
