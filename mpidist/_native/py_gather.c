@@ -115,9 +115,8 @@ static int exchange(Gather *self, const unsigned char *slot, int fits, long long
                                   result_offset};
   const md_small in_room = {&self->nest, NULL, NULL};
   int status = meet_ranks(self->carrier, words, self->between ? &in_room : NULL, (PyObject *)self);
-  /* What MPI moves behind the header is counted then. */
-  if (status == MD_OK && !(self->between && self->carrier->verdict->largest))
-    count_gather(self, payload);
+  /* What moves behind the header is counted then. */
+  if (status == MD_OK && !self->carrier->verdict->largest) count_gather(self, payload);
   return status;
 }
 
@@ -234,7 +233,7 @@ static size_t line(size_t nbytes) { return (nbytes + MD_LINE - 1) / MD_LINE * MD
    or -1 with an exception. */
 static int spread(Gather *self) {
   md_channel *ch = &self->channel->channel;
-  size_t start = 0;
+  size_t start = 0, payload = 0;
   for (int i = 0; i < self->count; i++) {
     const GatherLeaf *leaf = &self->leaves[i];
     size_t before = 0, total = (size_t)total_of(self, i) * leaf->row;
@@ -246,10 +245,13 @@ static int spread(Gather *self) {
                                .stride = total,
                                .at = start + before};
     start += line(leaf->before * total);
+    payload += nbytes_of(self, i, self->lengths);
   }
   if (begin_call(self->carrier)) return -1;
   release_gil(self->carrier);
-  return end_call(self->carrier, md_spread(ch, self->parts, self->count));
+  int status = end_call(self->carrier, md_spread(ch, self->parts, self->count));
+  if (status == MD_OK) count_gather(self, payload);
+  return status;
 }
 
 /* Exchange the header for this rank's leaves, of its lengths, by a slot that was begun;

@@ -240,9 +240,9 @@ def test_a_small_array_is_gathered_without_python() -> None:
         entry.keep(1, x, gather, "this", plan, 1)
         assert entry(x, 1) == "concluded"
         assert (plan.ended, gather.totals()) == ([core.OK], None)
-        assert (state.sequence, me.channel.gathers) == (4, 5)
-        sizes = sum(length + me.rank for length in range(4)) + x.shape[1]
-        assert me.channel.gathered == 48 * sizes
+        assert state.sequence == 4
+        assert me.channel.gathers == 4  # of the last no data has moved
+        assert me.channel.gathered == 48 * sum(n + me.rank for n in range(4))
         for wrong in ((np.zeros(3), 1), (np.zeros((2, 2)), -1)):
             with pytest.raises(ValueError, match="keep: not a plan of such an array"):
                 entry.keep(1, wrong[0], gather, "this", plan, wrong[1])
