@@ -360,7 +360,7 @@ def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:
     for key in [key for key in hooks if key not in known]:
         hooks.pop(key).remove()
     for _, p in named:
-        if id(p) not in hooks:
+        if id(p) not in hooks and p.requires_grad:  # torch refuses others
             hooks[id(p)] = p.register_post_accumulate_grad_hook(ready)
 
 

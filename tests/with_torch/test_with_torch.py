@@ -129,6 +129,11 @@ def test_parameters_without_a_gradient(strategy, rank, torch, mt):
     assert rank_1.grad.tolist() == [2, 2]
     assert nowhere.grad is None
     assert frozen.grad is None
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    optimizer = mt.DistributedOptimizer(optimizer, strategy=strategy)
+    optimizer.synchronize()  # torch refuses hooks of `late`
+    optimizer.step()
+    assert late.tolist() == [-1.5, -1.5]
 
 
 def train(torch, model, optimizer, batches, closure=False):
