@@ -154,15 +154,18 @@ class Coordinator:
         self, values: list[DistributedValues | Variable]
     ) -> list[tuple[Nest, ...]]:
         """Gather the components of values, and copies of variables, to rank 0."""
-        columns = [tuple(column) for column in self.command("collect", (values,))]
-        for value, column in zip(values, columns, strict=True):
+        columns = []
+        found = self.command("collect", (values,))
+        for value, (own, *others) in zip(values, found, strict=True):
             if isinstance(value, DistributedValues):  # known from now on
-                set_gathered(value, column)
+                own = _copied(own)  # merge_fn may add the others to it in place
+                set_gathered(value, (own, *others))
                 self._fetched.append(weakref.ref(value))
-                continue
-            for x in column[1:]:
-                if not backend.is_device_array(x):
-                    x.flags.writeable = False
+            else:
+                for x in others:
+                    if not backend.is_device_array(x):
+                        x.flags.writeable = False
+            columns.append((own, *others))
         return columns
 
     def key_of(self, value: Registered) -> Key:
