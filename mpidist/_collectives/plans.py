@@ -208,10 +208,13 @@ class Plans:
             ]
         return structure.unflatten(results if to_here else [None] * len(results))
 
-    def find(self, op: ReduceOp, arrays: list[Array], call: str) -> Plan:
-        """Return the plan for a list of arrays. Not collective."""
+    def find(self, op: ReduceOp, arrays: list[Array], call: str, owner: Key) -> Plan:
+        """Return the owner's plan for a list of arrays. Not collective.
+
+        What one owner's sums have lost by compression is not added to another's.
+        """
         structure = nest.flatten(arrays)[1]
-        call_key = (call, op._name_, None, None, structure)
+        call_key = (call, op._name_, None, None, structure, owner)
         options = self._resources.options
         return self._find(call_key, op, structure, arrays, call, options, None)
 

@@ -223,6 +223,18 @@ def test_error_feedback_makes_up_for_what_was_lost(on_nodes, rank, size, packed)
 
 
 @core_by_mpi
+def test_optimizers_do_not_get_the_errors_of_each_other(on_nodes, rank, size):
+    strategy = on_nodes(compression="fp16", error_feedback=True)
+    large = sample(rank, 100_000, "float32") * np.float32(1e6)
+    with strategy.scope():
+        v, w = (mpidist.Variable(np.zeros(100_000, "float32")) for _ in range(2))
+        one, other = (mpidist.optimizers.SGD(1.0) for _ in range(2))
+    strategy.run(lambda: one.apply_gradients([(large, v)]))
+    strategy.run(lambda: other.apply_gradients([(np.ones_like(large), w)]))
+    np.testing.assert_allclose(w.numpy(), -size, rtol=1e-3)
+
+
+@core_by_mpi
 @needs_core
 def test_options_of_compression_that_differ_raise_on_all_ranks(
     on_nodes, rank, size, monkeypatch
