@@ -19,7 +19,7 @@ import numpy as np
 from mpidist._base import backend
 from mpidist._base.reduce_op import COMBINE, MPIOp, ReduceOp
 from mpidist._base.types import Array, DType, Shape
-from mpidist._collectives.compression import LEAST_BYTES, Compression
+from mpidist._collectives.compression import Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
@@ -68,8 +68,7 @@ def plan_buckets(
     Args:
         leaves: to be reduced.
         bytes_per_pack: the maximum size of a bucket of several leaves.
-        compress: makes the compression of a bucket whose leaves allow it: on the host,
-            of more than `LEAST_BYTES`.
+        compress: makes the compression of a bucket of leaves that are `compressible`.
         root: the one rank that wants the results, from packed leaves; None: all do.
     """
 
@@ -79,7 +78,7 @@ def plan_buckets(
     groups: dict[tuple[DType, str, bool, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
         reduction = leaf.reduction
-        lossy = compress is not None and reduction.compressible and not leaf.on_device
+        lossy = compress is not None and leaf.compressible
         key = (reduction.wire, reduction.mpi, leaf.on_device, lossy)
         groups.setdefault(key, []).append(index)
     buckets: list[Bucket] = []
@@ -176,7 +175,7 @@ class BucketReduce(PreparedPlan[_Call]):
             if self._root is not None:
                 transport.reduce(packed.receive, packed.op, self._root)
                 packed.conclude()
-            elif bucket.compression is not None and packed.receive.nbytes > LEAST_BYTES:
+            elif bucket.compression is not None:
                 assert isinstance(self._comm, Communicator)  # between nodes
                 self._comm.traffic.count("Allreduce", packed.receive.nbytes)
                 bucket.compression.begin().allreduce(

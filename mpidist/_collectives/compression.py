@@ -41,7 +41,7 @@ from mpidist._base.types import HostArray
 from mpidist._mpi.buffers import BufferCollectives
 
 LEAST_BYTES: Final = 32 * 1024
-"""Buffers up to this size are not compressed: latency dominates their time."""
+"""Arrays up to this size are not compressed, such as a loss beside gradients."""
 
 _HEAD_BYTES: Final = 8
 _BLOCK: Final = 16 * 1024  # elements, so that temporary arrays fit into the cache

@@ -79,15 +79,6 @@ class Reduction:
         """The operation by which values of ranks are combined, two at a time."""
         return RULES[self.op].combining
 
-    @property
-    def compressible(self) -> bool:
-        """Whether it may lose precision on its way: sums of float32 and the like.
-
-        Means of integers may not, which travel as float64.
-        """
-        floats = backend.number_kind(self.dtype) == "f"
-        return floats and self.mpi == "SUM" and self.wire.itemsize in (4, 8)
-
     def encode(self, x: Array, out: Array | None = None) -> Array:
         """Return ``x`` in the dtype that travels, in ``out`` where it is given."""
         if self.encoding == "none":

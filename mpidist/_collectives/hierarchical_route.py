@@ -31,10 +31,7 @@ from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._collectives import nodes
 from mpidist._collectives.between_route import has_same_bits
-from mpidist._collectives.compression import (
-    LEAST_BYTES as LEAST_COMPRESSED_BYTES,
-    Compression,
-)
+from mpidist._collectives.compression import Compression
 from mpidist._collectives.core_routes import reduce_on_node, supports
 from mpidist._collectives.nodes import Nodes
 from mpidist._collectives.plan import PreparedPlan, Results, Signature
@@ -66,17 +63,11 @@ def _groups(signature: Signature) -> list[tuple[list[int], Signature]]:
     plain: list[int] = []
     lossy: dict[DType, list[int]] = {}
     for index, leaf in enumerate(signature.leaves):
-        if signature.compress is not None and leaf.reduction.compressible:
+        if signature.compress is not None and leaf.compressible:
             lossy.setdefault(leaf.reduction.wire, []).append(index)
         else:
             plain.append(index)
-    groups = []
-    for members in lossy.values():
-        part = _part_of(signature, members, lossy=True)
-        if part.nest.nbytes > LEAST_COMPRESSED_BYTES:
-            groups.append((members, part))
-        else:
-            plain += members
+    groups = [(some, _part_of(signature, some, lossy=True)) for some in lossy.values()]
     if plain:
         groups.append((plain, _part_of(signature, plain, lossy=False)))
     return groups

@@ -27,7 +27,7 @@ from mpidist._base import backend
 from mpidist._base.cache import Cache
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape, record
-from mpidist._collectives.compression import Compression
+from mpidist._collectives.compression import LEAST_BYTES, Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.resources import Resources
 from mpidist._collectives.transports import Transports
@@ -53,6 +53,17 @@ class Leaf:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def compressible(self) -> bool:
+        """Whether it may be sent as 16-bit floats: large sums of float32 and the like.
+
+        Means of integers may not, which travel as float64.
+        """
+        dtype, wire = self.reduction.dtype, self.reduction.wire
+        floats = backend.number_kind(dtype) == "f" and wire.itemsize in (4, 8)
+        large = self.size * wire.itemsize > LEAST_BYTES and not self.on_device
+        return floats and large and self.reduction.mpi == "SUM"
 
 
 class CoreNest:

@@ -186,11 +186,13 @@ def test_only_sums_of_floats_are_compressed(on_nodes, rank, size):
     strategy = on_nodes(compression="bf16")
     ints = np.arange(100_000) * 1_001 + rank
     nest = {"ints": ints, "floats": np.full(100_000, 1 + 2.0**-12, "float64")}
+    nest["few"] = np.full(4_096, 1 + 2.0**-12)  # 32 KiB, such as a loss
     mean = all_reduce(strategy, "MEAN", nest)
     np.testing.assert_array_equal(
         mean["ints"], np.arange(100_000) * 1_001 + (size - 1) / 2
     )
     assert (mean["floats"] != nest["floats"]).any()
+    assert (mean["few"] == nest["few"]).all()
     for op in ("MIN", "MAX"):
         x = nest["floats"] + rank * 2.0**-12
         found = all_reduce(strategy, op, x)
