@@ -320,6 +320,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             return total
         if total is None:
             total = _zeros_like_result(reduce_op, own, call)
+        call = f"{call} from rank {center}"  # of which the gather says nothing
         everywhere = collectives.broadcast(total, center, options, call)
         if wanted_at is not None:
             return everywhere if group.replica_id == wanted_at else None

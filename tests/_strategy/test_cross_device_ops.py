@@ -319,6 +319,10 @@ def test_accumulation_functions_that_fail(strategy, rank, size, destination, wha
     x = strategy.run(lambda: np.array(2.0))  # on rank 0, too, the mean is an array
     mean = mpidist.ReductionToOneDevice(accumulation_fn=sum).reduce("MEAN", x, x)
     assert type(own(strategy, mean)) is np.ndarray
+    if size > 1:  # the ranks waited for each other until the deadline
+        ops = mpidist.ReductionToOneDevice(devices[rank], sum)
+        kind = mpidist.CollectiveMismatchError
+        raises_everywhere(kind, lambda: ops.reduce("SUM", x, x), "from rank 1 float64")
 
 
 class Halves(mpidist.CollectiveAllReduce):
