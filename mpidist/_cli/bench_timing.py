@@ -218,10 +218,14 @@ class Bench:
         return timings
 
     def _batch_size(self, call: Call, after: Call | None) -> tuple[int, float]:
-        """Return the calls of a sample, and its seconds, after warming up."""
-        size, seconds = 1, 0.0
-        for _ in range(2):
-            seconds = max(self.job.slowest([self._sample(call, size, after)])[0], 1e-9)
+        """Return the calls of a sample, and its seconds, after warming up.
+
+        By the fastest of some samples: others may have been interrupted.
+        """
+        size, seconds = 1, math.inf
+        for _ in range(4):
+            took = self.job.slowest([self._sample(call, size, after)])[0]
+            seconds = min(seconds, max(took, 1e-9))
             wanted = math.ceil(self._sample_seconds / seconds)
             size = 1 if after else max(1, min(_MOST_CALLS, wanted))
         return size, size * seconds

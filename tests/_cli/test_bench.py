@@ -147,6 +147,14 @@ def test_calls_take_turns_and_all_ranks_agree(bench):
 
 
 @pytest.mark.mpi
+def test_an_interruption_does_not_set_the_calls_of_a_sample(bench, monkeypatch):
+    took = itertools.chain([0.5, 0.5], itertools.repeat(1e-6))
+    monkeypatch.setattr(bench, "_sample", lambda *_: next(took))
+    (timing,) = bench.measure([lambda: None])
+    assert timing.calls > 1
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize(("seconds", "samples"), [(1e-9, 3), (1e3, 31)])
 def test_a_slow_call_gets_fewer_samples_but_not_too_few(job, seconds, samples):
     bench = Bench(job, None, seconds)
