@@ -26,12 +26,12 @@ from mpidist._base.errors import (
     ReplicaError,
     format_exception,
     format_ranks,
+    is_of_library,
     on_rank,
 )
 from mpidist._base.fingerprint import fingerprint as fingerprint
 
 _T = TypeVar("_T")
-_THREADING: Final = os.path.abspath(threading.__file__)  # begins every thread
 _LONGEST_CALL: Final = 360
 _LONGEST_SUMMARY: Final = 200
 _MOST_GROUPS: Final = 12  # of ranks whose calls differ, in a message
@@ -370,7 +370,6 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Site | None:
     """Return the first of the frames that is the user's code."""
     for frame, line in frames:
         code = frame.f_code
-        path = os.path.abspath(code.co_filename)
-        if not path.startswith(PACKAGE) and path != _THREADING:
+        if not (code.co_filename.startswith(PACKAGE) or is_of_library(frame)):
             return Site(code.co_filename, line, code.co_name)
     return None

@@ -1,5 +1,7 @@
 """What ranks tell each other when they differ."""
 
+import contextlib
+
 import pytest
 
 from mpidist._agreement import mismatch
@@ -65,3 +67,14 @@ def test_ctrl_c_while_an_exception_is_pickled_is_ctrl_c():
 
     with pytest.raises(KeyboardInterrupt):
         mismatch.dump_exception(Slow())
+
+
+def test_the_place_of_a_call_is_in_the_users_code():
+    """Not in Python's library, which may be between it and this package."""
+    sites = []
+    text = "@manager\ndef block():\n    yield\n    sites.append(user_site())"
+    names = {"manager": contextlib.contextmanager, "sites": sites, **vars(mismatch)}
+    exec(compile(text, mismatch.__file__, "exec"), names)
+    with names["block"]():
+        pass
+    assert [site.file for site in sites] == [__file__]
