@@ -62,7 +62,7 @@ class CollectiveHandle(Generic[_T]):
         self._name = name
         self._make: Callable[[], _T] | None = make
         self._site = mismatch.user_site() if warns else None
-        self._check = check  # called by the first `result`; it may raise
+        self._check = check  # called by `result`, until it does not raise
         self._lock = threading.Lock()
         self._lock.acquire()
         self._done = False
@@ -103,8 +103,8 @@ class CollectiveHandle(Generic[_T]):
                     self._calls.drain()
                 raise self._error
             if self._check is not None:
-                check, self._check = self._check, None
-                check()
+                self._check()
+                self._check = None
             return self._value
         except BaseException as error:
             if error is not self._error:

@@ -46,7 +46,7 @@ def begin_async(
         make: makes the call, and returns its result.
         at_once: whether to make the call here, before this function returns.
         warns: whether a handle that is dropped without `result` warns.
-        check: called by the first `result`; it may raise. None: nothing is.
+        check: called by `result`, until it does not raise. None: nothing is.
 
     Raises:
         RuntimeError: if the strategy was closed.
