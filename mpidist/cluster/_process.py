@@ -20,7 +20,7 @@ class Process:
     Attributes:
         launcher: such as "mpirun of Open MPI" or "srun --mpi=pmix"; "" without one.
         rank: its number among all of them, from 0.
-        size: how many there are.
+        size: how many there are; 1 if the launcher does not say.
         local_rank: its number among those on its host, from 0, by the launcher, not
             always in the order of ranks; None if unknown.
         local_size: how many are on its host; None if unknown.
@@ -50,14 +50,14 @@ def this_process() -> Process:
     found = launcher.find_launch() or launcher.Launch("", 0, 1)
     name, local_rank = found.launcher, found.local_rank
     local_size, node = _place(os.environ, name)
-    rank, size = found.rank or 0, found.size or 1
+    rank, size = found.rank or 0, found.size
     # A replica that is a thread is in a process of its own kind: one, without MPI.
     running = None if threads.current() is not None else library.world_rank()
     if running is not None:
         rank, size = running, library.world_size()
     if size == 1:
         local_rank, local_size, node = 0, 1, 0
-    return Process(name, rank, size, local_rank, local_size, node, platform.node())
+    return Process(name, rank, size or 1, local_rank, local_size, node, platform.node())
 
 
 @record

@@ -223,7 +223,7 @@ def test_errors(given, variables, arguments, kind, message):
             {**STEP, "SLURM_STEP_TASKS_PER_NODE": "?"},
             ("srun --mpi=pmix", 4, 5, 1, None, 1),
         ),
-        ({"PMIX_RANK": "0"}, ("a launcher with PMIx", 0, 1, 0, 1, 0)),
+        ({"PMIX_RANK": "1"}, ("a launcher with PMIx", 1, 1, None, None, None)),
     ],
 )
 def test_this_process(given, monkeypatch, variables, expected):
