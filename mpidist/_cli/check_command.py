@@ -101,7 +101,7 @@ def _settings(job: _Job) -> Finding:
         {
             name: value
             for name, value in one["environment"].items()
-            if name.startswith("MPIDIST_") and name != "MPIDIST_TRACE"  # of some alone
+            if name.startswith("MPIDIST_")
         }
         for one in (job.mine, job.facts[0])
     )

@@ -41,6 +41,7 @@ _OTHERS: Final = (
     *("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"),
     *("UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER"),
 )
+_MAY_DIFFER: Final = ("MPIDIST_TRACE", "CUDA_VISIBLE_DEVICES")
 _T = TypeVar("_T")
 _J = TypeVar("_J", bound="Job")
 
@@ -337,13 +338,16 @@ def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
 def differences(
     mine: Mapping[str, str], first: Mapping[str, str], where: str
 ) -> dict[str, str]:
-    """Return in a sentence for each fact how that of a rank is not rank 0's."""
+    """Return in a sentence for each fact how that of a rank is not rank 0's.
+
+    Not for the variables that each rank may have for itself.
+    """
     none = "not set"
     return {
         key: f"{key} is {mine.get(key, none)} {where}, and {first.get(key, none)} on "
         "rank 0"
         for key in dict.fromkeys([*mine, *first])
-        if mine.get(key) != first.get(key)
+        if mine.get(key) != first.get(key) and key not in _MAY_DIFFER
     }
 
 

@@ -118,7 +118,6 @@ def _problems(job: Job) -> list[str]:
     for kind in ("software", "environment"):
         for rank, one in enumerate(job.facts):
             found = facts.differences(one[kind], job.facts[0][kind], f"on rank {rank}")
-            found.pop("CUDA_VISIBLE_DEVICES", None)
             problems += found.values()
     return problems
 
