@@ -197,7 +197,7 @@ class Restore:
         left = [name for name in saved if name not in known]
         lines = [problem for x in found if (problem := problem_of(x, reader))]
         hint = ""
-        common = any(x.partition("/")[0] in self.objects for x in saved)
+        common = any(map(self._outer, saved))
         if not (self._partial and (common or not items)):
             if missing:
                 lines.append(f"missing in the checkpoint: {listed(missing)}")
@@ -222,8 +222,9 @@ class Restore:
     def _begin(self, left: list[str]) -> None:
         """Note what was left; earlier restores leave to this one what it has."""
         self.names = set(left)
-        places = set(map(self._place, self.saved))
-        for other in self._earlier():
+        earlier = self._earlier()
+        places = set(map(self._place, self.saved if earlier else ()))
+        for other in earlier:
             other._lose([x for x in other.names if other._is_over(x)])
             other.names = {x for x in other.names if other._place(x) not in places}
             if not other.names:
@@ -244,13 +245,18 @@ class Restore:
 
     def _place(self, name: str) -> tuple[int, str]:
         """Return the `id` of the object that has an item, and the name in it."""
-        outer, _, inner = name.partition("/")
-        own = outer in self.objects
-        return (id(self.objects[outer]), inner) if own else (id(self.objects), name)
+        outer = self._outer(name)
+        if outer is None:
+            return id(self.objects), name
+        return id(self.objects[outer]), name[len(outer) :]
+
+    def _outer(self, name: str) -> str | None:
+        """Return the name of the object that has an item; None: of none yet."""
+        return next((x for x in self.objects if f"{name}/".startswith(f"{x}/")), None)
 
     def _is_over(self, name: str) -> bool:
-        """Return whether no object of this name can be added any more."""
-        return self._root() is None and name.partition("/")[0] not in self.objects
+        """Return whether no object can be added any more that has this item."""
+        return self._root() is None and self._outer(name) is None
 
     def _watch(self) -> None:
         """Have modules and checkpoints among the objects tell what is attached.
@@ -259,7 +265,7 @@ class Restore:
         place. Objects keep a restore that has left something for one of them, not for
         others beside them.
         """
-        inside = any(x.partition("/")[0] in self.objects for x in self.names)
+        inside = any(map(self._outer, self.names))
         for name, value in contents.containers("", self.objects, set()):
             if self._containers.setdefault(name, value) is not value:
                 self._containers[name] = value
@@ -372,8 +378,7 @@ class Restore:
 
     def matches(self) -> bool:
         """Return whether the checkpoint has anything for these objects."""
-        own = {name.partition("/")[0] for name in self.saved}
-        return not own.isdisjoint(self.objects)
+        return any(map(self._outer, self.saved))
 
     def warn(self) -> None:
         """Warn, on rank 0, of objects that were attached unnoticed; once."""

@@ -91,6 +91,15 @@ def test_it_gets_its_value_when_it_is_attached(saved, rank):
     assert net.w == 0
 
 
+def test_an_object_with_a_slash_in_its_name(folder):
+    path = Checkpoint(**{"a/b": module(w=var(1), v=var(2))}).save(folder / "c")
+    net = Module()
+    status = restore(path, **{"a/b": net}).assert_nontrivial_match()
+    net.w, net.v = var(0), var(0)
+    assert (net.w, net.v) == (1, 2)
+    status.assert_consumed()
+
+
 def test_variables_that_a_replica_function_makes(saved, strategy):
     net = Module()
     restore(saved, net=net)
