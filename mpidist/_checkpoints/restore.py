@@ -362,10 +362,10 @@ class Restore:
         unnoticed = [item.name for item in self.waiting(items)]
         never: list[str] = []
         for item in items:
-            if isinstance(item, VariableItem):
-                restored = self._has_given(item)
+            if isinstance(item, StateItem):
+                restored = item.is_optional or item.name in self.saved
             else:
-                restored = item.is_optional or bool(item.names_in(self.saved))
+                restored = self._has_given(item)
             if not restored and item.name not in unnoticed:
                 never.append(item.name)
         return unnoticed, never

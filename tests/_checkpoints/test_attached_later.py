@@ -188,6 +188,9 @@ def test_what_is_in_the_place_of_another_one_gets_nothing(saved):
     np.testing.assert_array_equal(net.m.w, np.ones(3))
     with pytest.raises(AssertionError, match="missing in the checkpoint: 'net/d/k', "):
         status.assert_existing_objects_matched()
+    net.m = mpidist.optimizers.SGD(0.1)
+    with pytest.raises(AssertionError, match="missing .*: 'net/d/k', 'net/m'"):
+        status.assert_existing_objects_matched()
 
 
 def test_one_object_in_two_places(folder):
