@@ -225,7 +225,8 @@ class Restore:
         earlier = self._earlier()
         places = set(map(self._place, self.saved if earlier else ()))
         for other in earlier:
-            other._lose([x for x in other.names if other._is_over(x)])
+            if other._root() is None:  # nothing can be added beside its objects
+                other._lose([x for x in other.names if other._outer(x) is None])
             other.names = {x for x in other.names if other._place(x) not in places}
             if not other.names:
                 other._reader = None
@@ -253,10 +254,6 @@ class Restore:
     def _outer(self, name: str) -> str | None:
         """Return the name of the object that has an item; None: of none yet."""
         return next((x for x in self.objects if f"{name}/".startswith(f"{x}/")), None)
-
-    def _is_over(self, name: str) -> bool:
-        """Return whether no object can be added any more that has this item."""
-        return self._root() is None and self._outer(name) is None
 
     def _watch(self) -> None:
         """Have modules and checkpoints among the objects tell what is attached.

@@ -22,17 +22,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from mpidist._checkpoints import (
-    contents,
-    exchange,
-    replace,
-    storage,
-)
-from mpidist._checkpoints.collective_call import (
-    CollectiveCall,
-    Write,
-    wait_for_threads,
-)
+from mpidist._checkpoints import contents, exchange, replace, storage
+from mpidist._checkpoints.collective_call import CollectiveCall, Write, wait_for_threads
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
 from mpidist._checkpoints.restore import Restore, warn_of
