@@ -189,7 +189,7 @@ def test_what_is_in_the_place_of_another_one_gets_nothing(saved):
     with pytest.raises(AssertionError, match="missing in the checkpoint: 'net/d/k', "):
         status.assert_existing_objects_matched()
     net.m = mpidist.optimizers.SGD(0.1)
-    with pytest.raises(AssertionError, match="missing .*: 'net/d/k', 'net/m'"):
+    with pytest.raises(AssertionError, match=r"missing .*: 'net/d/k', 'net/m'"):
         status.assert_existing_objects_matched()
 
 
