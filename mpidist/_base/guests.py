@@ -350,7 +350,7 @@ def _to_torch(array: Array) -> Guest:
         writable = isinstance(raw, np.ndarray) and raw.flags.writeable
         tensor = torch.from_numpy(raw if writable else np.array(raw))
         if not raw.size:  # whose strides are 0 in NumPy, which `view(dtype)` refuses
-            tensor = torch.empty(raw.shape, dtype=tensor.dtype)
+            tensor = tensor.new_empty(raw.shape)
     else:
         tensor = torch.from_dlpack(raw)
         theirs, ours = _streams(tensor)

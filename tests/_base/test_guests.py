@@ -136,6 +136,11 @@ def test_memory_is_shared_in_both_directions(library):
     assert library.address(guests.restore(host, library.kind)) == host.ctypes.data
 
 
+def test_empty_tensors_are_not_on_the_default_device_of_torch(torch):
+    with torch.device("meta"):
+        assert guests.restore(np.zeros((0, 3)), "torch").device.type == "cpu"
+
+
 @pytest.mark.parametrize("name", ["transposed", "expanded", "conj", "neg", "parameter"])
 def test_tensors_that_are_views(strategy, rank, torch, name):
     base = torch.arange(6.0).reshape(2, 3) + rank
