@@ -253,6 +253,10 @@ def test_a_batch_makes_no_text_of_what_is_none(rows):
         list(generated(*rows).batch(2))
     with pytest.raises(ValueError, match=r"padded_batch: expected rows of .*, got "):
         list(generated(*rows).padded_batch(2))
+    with pytest.raises(TypeError, match="expected elements of dtype"):
+        list(generated(1, output_types=str))
+    with pytest.raises(TypeError, match="`padding_values` of one <U1, got 1"):
+        list(slices(["a"]).padded_batch(1, padding_values=1))
 
 
 def test_list_files(tmp_path):
