@@ -261,15 +261,10 @@ class Waits:
 
     def _describe(self, what: str) -> Wait:
         state = self._call_state
-        awaited = None if self._awaited is None else self._awaited()
-        if state.channel.moves:
-            awaited = []  # MPI does not say whose data is missing
-        return Wait(
-            what,
-            state.previous_call.text,
-            state.channel.missing(),
-            awaited,
-        )
+        # MPI does not say whose data is missing.
+        awaited = [] if state.channel.moves else self._awaited and self._awaited()
+        before, missing = state.previous_call.text, state.channel.missing()
+        return Wait(what, before, missing, awaited)
 
     def _why(self, wait: Wait, timeout: float) -> str:
         why = (
