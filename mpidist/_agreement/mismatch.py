@@ -32,6 +32,7 @@ from mpidist._base.errors import (
 from mpidist._base.fingerprint import fingerprint as fingerprint
 
 _T = TypeVar("_T")
+_CALLERS: Final = ("torch", "jax")  # of mpidist, for the user
 _LONGEST_CALL: Final = 360
 _LONGEST_SUMMARY: Final = 200
 _MOST_GROUPS: Final = 12  # of ranks whose calls differ, in a message
@@ -370,6 +371,9 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Site | None:
     """Return the first of the frames that is the user's code."""
     for frame, line in frames:
         code = frame.f_code
-        if not (code.co_filename.startswith(PACKAGE) or is_of_library(frame)):
+        library = str(frame.f_globals.get("__name__")).partition(".")[0] in _CALLERS
+        if not (
+            library or code.co_filename.startswith(PACKAGE) or is_of_library(frame)
+        ):
             return Site(code.co_filename, line, code.co_name)
     return None

@@ -131,7 +131,8 @@ def test_what_is_refused(strategy, rank, torch, norm):
     single = raises_everywhere(ValueError, lambda: module(torch.zeros(1 - rank, 3)))
     assert all("more than 1 value per channel" in text for text in single)
     other = norm(3 + rank, strategy=strategy)
-    raises_everywhere(
+    differs = raises_everywhere(
         mpidist.CollectiveMismatchError, lambda: other(torch.zeros(4, 3 + rank))
     )
+    assert all(text.count("(at test_batch_norm.py:") == 2 for text in differs)
     module(torch.arange(12.0).reshape(4, 3))  # the strategy goes on
