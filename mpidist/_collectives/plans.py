@@ -195,8 +195,9 @@ class Plans:
             for i in sparse:
                 values, kind = backend.as_array(leaves[i].values, call)
                 if op is ReduceOp.MEAN:
-                    dtype_table.reduction(values.dtype, op, call)  # not of bool
-                    values = values / values.dtype.type(self._resources.comm.size)
+                    how = dtype_table.reduction(values.dtype, op, call)  # not of bool
+                    size = how.wire.type(self._resources.comm.size)
+                    values = (values / size).astype(how.result)
                 parts.append([backend.as_given(values, kind), leaves[i].indices])
         gathered = self._all_gather(parts, 0, options, call)
         for i, (values, indices) in zip(sparse, gathered, strict=True):

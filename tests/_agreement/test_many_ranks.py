@@ -152,3 +152,13 @@ def test_a_report_waits_for_as_long_as_the_notices_took(monkeypatch):
         assert notices.waiting_and_missing(wait) == ([0, 1], [])
 
     testing.run(2, program)
+
+
+def test_more_replicas_than_the_dtype_of_rows_can_count():
+    def program():
+        strategy = mpidist.MPIStrategy()
+        rows = mpidist.IndexedSlices(np.ones(1, np.int8), [0])
+        mean = strategy.reduce("MEAN", strategy.run(lambda: rows), axis=None)
+        return float(mean.values.sum())
+
+    np.testing.assert_allclose(testing.run(130, program), 1.0)
