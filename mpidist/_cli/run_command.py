@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from mpidist._base.environment import read_environment
 from mpidist._cli.speaking import Parser, UsageError
 from mpidist._cli.supervision import Supervisor
 from mpidist._mpi import launcher
@@ -120,6 +121,10 @@ def run(arguments: Sequence[str]) -> int:
             f"run` alone, or write `{launch.launcher.split()[0]} ... python "
             f"{given.program}`"
         )
+    try:  # else each rank would say it, after each restart
+        read_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     num_ranks = given.n or count_cores()
     mpirun = find_mpirun()
     version = version_of(mpirun)

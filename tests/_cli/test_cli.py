@@ -82,9 +82,11 @@ def test_bad_arguments(arguments, message, capsys, monkeypatch):
     assert err.count("error:") == 1
 
 
-def test_a_bad_environment_variable(monkeypatch, capsys):
+@pytest.mark.parametrize("words", [["info"], ["run", "-n", "2", "setup.py"]])
+def test_a_bad_environment_variable(words, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("MPIDIST_TIMEOUT", "soon")
-    assert _cli.main(["info"]) == 2
+    assert _cli.main(words) == 2
     assert "variable MPIDIST_TIMEOUT is 'soon'" in capsys.readouterr().err
 
 
