@@ -123,7 +123,7 @@ class SavedObjects:
             nonlocal thread
             arrays = variables | tensors
             storage.check_format(arrays, file_format)
-            place = os.path.abspath(str(target))  # from here: a thread may be late
+            place = os.path.realpath(str(target))  # from here: a thread may be late
             if wait:
                 wait_for_threads()
                 return str(target), around(functools.partial(write, place, arrays))

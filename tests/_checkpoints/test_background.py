@@ -83,18 +83,21 @@ def test_what_is_saved_is_the_state_at_the_call(strategy, folder, rank, disk):
 
 
 def test_a_thread_that_waits_for_another_saves_where_the_call_was(
-    new_strategy, tmp_path, disk, monkeypatch
+    new_strategy, tmp_path, rank, disk, monkeypatch
 ):
-    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("other/run")
     monkeypatch.chdir(tmp_path)
     made = [checkpoint_of(new_strategy(), v=1.0) for _ in range(2)]
-    for checkpoint, name in zip(made, "ab", strict=True):
+    for checkpoint, name in zip(made, ("a", "link/../b"), strict=True):
         checkpoint.save(name, wait=False)
     monkeypatch.chdir("other")
     disk.let_go()
     for checkpoint in made:
         checkpoint.wait()
-    assert sorted(os.listdir(tmp_path)) == ["a", "b", "other"]
+    if rank == 0:
+        assert sorted(os.listdir(tmp_path)) == ["a", "link", "other"]
+        assert sorted(os.listdir(tmp_path / "other")) == ["b", "run"]
 
 
 @on_ranks
