@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
@@ -76,8 +78,11 @@ class Coordinator:
             with context.entered(frame):
                 result = merge_fn(group.strategy, *args, **kwargs)
                 del args, kwargs
+                whole = None
                 if type(result) not in object_parts.ATOMS:
-                    result = nest.map_structure(self._part_of, result)
+                    leaves, whole = nest.flatten(result)
+                    leaves = [*map(self._part_of, leaves)]
+                    result = whole.unflatten(leaves)
                 if self._several:
                     content, arrays = self._writer.write(result, named=False)
             if self._several:  # after what leaving the frame may raise
@@ -95,7 +100,7 @@ class Coordinator:
             self._close()
         if arrays:
             group.collectives.send_arrays(arrays, "merge_call")
-        return nest.map_structure(_own_result, result)
+        return result if whole is None else whole.unflatten(map(_own_result, leaves))
 
     def _send_error(self, error: BaseException) -> None:
         """Send the exception of merge_fn."""
@@ -348,10 +353,15 @@ def _check_mirrored(value: Mirrored) -> None:
 
 def _own_result(leaf: Nest) -> Nest:
     """Return rank 0's part of a value; a copy, as the others get, of one made here."""
-    made_here = isinstance(leaf, DistributedValues) and gathered(leaf) is not None
+    if not isinstance(leaf, DistributedValues):
+        return leaf
     own = own_component(leaf)
-    return _copied(own) if made_here else own
+    return own if gathered(leaf) is None else _copied(own)
 
 
 def _copied(x: Nest) -> Nest:
+    if type(x) in object_parts.ATOMS:
+        return x
+    if type(x) is np.ndarray:
+        return x.copy()
     return backend.copied(x, "merge_call") if backend.is_array(x) else x
