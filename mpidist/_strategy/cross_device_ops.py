@@ -192,10 +192,13 @@ class CrossDeviceOps:
 class CollectiveAllReduce(CrossDeviceOps):
     """Reduces several values together, by one all-reduce; the default."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         """Reduce several values one at a time where only that is overridden."""
-        own, many = vars(cls), "batch_reduce_implementation"
-        if "reduce_implementation" in own and many not in own:
+        super().__init_subclass__(**kwargs)
+        ours, many = CollectiveAllReduce, "batch_reduce_implementation"
+        if cls.reduce_implementation is not ours.reduce_implementation and (
+            getattr(cls, many) is ours.batch_reduce_implementation
+        ):
             setattr(cls, many, CrossDeviceOps.batch_reduce_implementation)
 
     def reduce_implementation(

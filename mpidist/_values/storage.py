@@ -222,7 +222,9 @@ class OnReadStorage(VariableStorage):
         call = self.describe_call(
             "reading, which all ranks have to do since it is ON_READ,"
         )
-        result: Array = self._combine(self.array, call)
+        # The user's operations may add in place, or return a view of what they get.
+        own = self.array if self.group.custom_ops is None else self.array.copy()
+        result: Array = self._combine(own, call)
         if isinstance(result, np.ndarray):
             result.flags.writeable = False  # as for other variables; no copy changes
         return result

@@ -460,6 +460,41 @@ def test_a_result_that_is_the_value_itself(strategy_with):
     np.testing.assert_array_equal(x, [1.0, 1.0])
 
 
+def test_reading_where_operations_write_into_what_they_get(strategy_with):
+    class Doubled(mpidist.CollectiveAllReduce):
+        def reduce_implementation(self, op, value, destinations, options):
+            own_component(value)[...] *= 2
+            return own_component(value)[:]
+
+    strategy = strategy_with(Doubled())
+    v = make(strategy, np.ones(2), synchronization="ON_READ", aggregation=SUM)
+    with strategy.scope():
+        first = v.value().copy()
+        np.testing.assert_array_equal(v.value(), first)
+
+
+def test_which_classes_reduce_several_values_one_at_a_time():
+    class Named:
+        def __init_subclass__(cls, name, **kwargs):
+            super().__init_subclass__(**kwargs)
+
+        reduce_implementation = Halves.reduce_implementation
+
+    class Mixed(mpidist.CollectiveAllReduce, Named, name="mixed"):
+        reduce_implementation = Named.reduce_implementation
+
+    class First(Named, mpidist.CollectiveAllReduce, name="first"):
+        pass
+
+    class Derived(Recording):
+        reduce_implementation = Halves.reduce_implementation
+
+    many = mpidist.CrossDeviceOps.batch_reduce_implementation
+    assert Mixed.batch_reduce_implementation is many
+    assert First.batch_reduce_implementation is many
+    assert "batch_reduce_implementation" not in vars(Derived)
+
+
 def test_wrong_results(strategy_with):
     class Short(mpidist.CollectiveAllReduce):
         def batch_reduce_implementation(self, op, pairs, options):
