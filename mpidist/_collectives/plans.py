@@ -210,12 +210,14 @@ class Plans:
         return structure.unflatten(results if to_here else [None] * len(results))
 
     def find(self, op: ReduceOp, arrays: list[Array], call: str, owner: Key) -> Plan:
-        """Return the owner's plan for a list of arrays. Not collective.
+        """Return a plan for a list of arrays. Not collective.
 
-        What one owner's sums have lost by compression is not added to another's.
+        With error feedback it is the owner's: what one owner's sums have lost by
+        compression is not added to another's. Plans are kept, with their memory.
         """
         structure = nest.flatten(arrays)[1]
-        call_key = (call, op._name_, None, None, structure, owner)
+        whose = owner if self._resources.compression.error_feedback else None
+        call_key = (call, op._name_, None, None, structure, whose)
         options = self._resources.options
         return self._find(call_key, op, structure, arrays, call, options, None)
 

@@ -10,6 +10,7 @@ from replicas import (
     context,
     core_by_mpi,
     everywhere,
+    make,
     needs_core,
     own,
     raises_everywhere,
@@ -234,6 +235,21 @@ def test_optimizers_do_not_get_the_errors_of_each_other(on_nodes, rank, size):
     strategy.run(lambda: one.apply_gradients([(large, v)]))
     strategy.run(lambda: other.apply_gradients([(np.ones_like(large), w)]))
     np.testing.assert_allclose(w.numpy(), -size, rtol=1e-3)
+
+
+@core_by_mpi
+def test_optimizers_without_errors_share_a_plan(on_nodes):
+    """Or each that a program makes would take the memory of one, to the end."""
+    strategy = on_nodes(compression="fp16", error_feedback=False)
+    v = make(strategy, np.zeros(100_000, "float32"))
+    cache = group_of(strategy).collectives.cache
+    known = []
+    for _ in range(2):
+        with strategy.scope():
+            one = mpidist.optimizers.SGD(1.0)
+        strategy.run(lambda one=one: one.apply_gradients([(v.numpy(), v)]))
+        known.append(len(cache))
+    assert known[0] == known[1]
 
 
 @core_by_mpi
