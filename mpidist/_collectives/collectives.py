@@ -66,5 +66,6 @@ class Collectives(Copies):
 
     def _forget(self) -> None:
         self.cache.clear()
+        self.plans.owned.clear()
         self.plans.quick.forget()
         self._gathers.quick.forget()

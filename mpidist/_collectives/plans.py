@@ -10,6 +10,7 @@ including the first one.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -59,6 +60,7 @@ class Plans:
 
     Attributes:
         quick: `all_reduce`, of which the core runs plans of small arrays.
+        owned: the plans of `find` with error feedback, by their owners.
 
     Args:
         resources: of the strategy.
@@ -74,6 +76,8 @@ class Plans:
     ) -> None:
         self._resources = resources
         self.cache = cache
+        self.owned: weakref.WeakKeyDictionary[object, PlanCache]
+        self.owned = weakref.WeakKeyDictionary()
         self._all_gather = all_gather
         self.quick: QuickCalls = QuickCalls(resources, self.all_reduce, 1)
 
@@ -160,7 +164,9 @@ class Plans:
                 arrays = [array for array, _ in pairs]
                 form = _form_of(tree, structure, arrays)
                 call_key = (call, op._name_, options, root, form)
-                plan = self._find(call_key, op, structure, arrays, call, merged, root)
+                plan = self._find(
+                    self.cache, call_key, op, structure, arrays, call, merged, root
+                )
         if has_slices:  # collective: what it raises, all ranks know already
             return self._reduce_slices(op, leaves, structure, options, call, root)
         results = plan(arrays, None, merged.timeout_seconds)
@@ -209,20 +215,23 @@ class Plans:
             ]
         return structure.unflatten(results if to_here else [None] * len(results))
 
-    def find(self, op: ReduceOp, arrays: list[Array], call: str, owner: Key) -> Plan:
+    def find(self, op: ReduceOp, arrays: list[Array], call: str, owner: object) -> Plan:
         """Return a plan for a list of arrays. Not collective.
 
-        With error feedback it is the owner's: what one owner's sums have lost by
-        compression is not added to another's. Plans are kept, with their memory.
+        With error feedback it is the owner's, and kept as long: what one owner's sums
+        have lost by compression is not added to another's.
         """
         structure = nest.flatten(arrays)[1]
-        whose = owner if self._resources.compression.error_feedback else None
-        call_key = (call, op._name_, None, None, structure, whose)
-        options = self._resources.options
-        return self._find(call_key, op, structure, arrays, call, options, None)
+        call_key = (call, op._name_, None, None, structure)
+        options, cache = self._resources.options, self.cache
+        if self._resources.compression.error_feedback:
+            cache = self.owned.get(owner) or PlanCache()
+            self.owned[owner] = cache
+        return self._find(cache, call_key, op, structure, arrays, call, options, None)
 
     def _find(
         self,
+        cache: PlanCache,
         call_key: Key,
         op: ReduceOp,
         structure: nest.Structure,
@@ -232,11 +241,11 @@ class Plans:
         root: int | None,
     ) -> Plan:
         leaves_key = _key_of(arrays)
-        plan = self.cache.find(call_key, leaves_key)
+        plan = cache.find(call_key, leaves_key)
         if plan is None:
             signature = self._sign(op, structure, arrays, call, options, root)
             plan = self._make(signature)
-            self.cache.keep(call_key, leaves_key, plan)
+            cache.keep(call_key, leaves_key, plan)
         return plan
 
     def _make(self, signature: Signature) -> Plan:

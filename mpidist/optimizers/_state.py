@@ -260,8 +260,7 @@ class State:
         if self.group.num_replicas == 1 or not given.summed:
             return None
         arrays = [given.arrays[i] for i in given.summed]
-        owner = storage_of(self.iterations).key
-        return self.group.collectives.plans.find(ReduceOp.SUM, arrays, APPLY, owner)
+        return self.group.collectives.plans.find(ReduceOp.SUM, arrays, APPLY, self)
 
     def sum(self, plan: Plan | None, call: Call, given: GivenGradients) -> None:
         """Put the sums over the replicas in the gradients' places. Collective.

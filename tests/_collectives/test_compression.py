@@ -1,5 +1,6 @@
 """Compression: the formats, and sums between several nodes, played by one machine."""
 
+import gc
 import itertools
 
 import numpy as np
@@ -231,10 +232,15 @@ def test_optimizers_do_not_get_the_errors_of_each_other(on_nodes, rank, size):
     large = sample(rank, 100_000, "float32") * np.float32(1e6)
     with strategy.scope():
         v, w = (mpidist.Variable(np.zeros(100_000, "float32")) for _ in range(2))
-        one, other = (mpidist.optimizers.SGD(1.0) for _ in range(2))
-    strategy.run(lambda: one.apply_gradients([(large, v)]))
-    strategy.run(lambda: other.apply_gradients([(np.ones_like(large), w)]))
+        made = [mpidist.optimizers.SGD(1.0) for _ in range(2)]
+    strategy.run(lambda: made[0].apply_gradients([(large, v)]))
+    strategy.run(lambda: made[1].apply_gradients([(np.ones_like(large), w)]))
     np.testing.assert_allclose(w.numpy(), -size, rtol=1e-3)
+    plans = strategy._group.collectives.plans
+    assert len(plans.owned) == (2 if size > 1 else 0)
+    made.clear()
+    gc.collect()
+    assert not plans.owned
 
 
 @core_by_mpi
