@@ -239,7 +239,9 @@ class _Pickler(Pickler):  # type: ignore[misc]
             if home is None or object_parts.state_of(obj) != object_parts.NO_STATE:
                 return None
             return ("function", object_parts.encode(obj.__code__), home)
-        if kind is np.ndarray and obj.dtype.kind in _NUMBERS:
+        # Not those of ml_dtypes, which `dtype.str` does not name.
+        is_plain = kind is np.ndarray and obj.dtype.isbuiltin != 2
+        if is_plain and obj.dtype.kind in _NUMBERS:
             strides = None if obj.flags.c_contiguous else obj.strides
             if obj.nbytes <= MOST_INLINE_BYTES or not obj.dtype.isnative:
                 return ("array", obj.dtype.str, obj.shape, obj.tobytes(), strides)

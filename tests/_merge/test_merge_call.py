@@ -123,6 +123,7 @@ COMPONENTS = {
     ],
     "numbers": [1, 2.5, np.float16(3), 4j],
     "bfloat16": [np.full(20, i, ml_dtypes.bfloat16) for i in range(4)],
+    "float8": [np.full(20, i, ml_dtypes.float8_e5m2) for i in range(4)],
 }
 
 
