@@ -312,6 +312,9 @@ class _Survivor:
         self._role = Role.RUNNING
         result = _call(train, strategy, state)
         storage.commit_last()
+        if not current.vote():  # not all have come to the end of its checkpoint
+            text = "elastic.run: a replica has died in the last checkpoint"
+            raise ReplicaLostError(text, (), "elastic.run")
         return result
 
     def _give_up(self, current: Round) -> None:

@@ -6,6 +6,7 @@ others replica 1 dies, and then
 - "interrupt": a KeyboardInterrupt comes to replica 2 when it learns of it;
 - "later": it comes while replica 2 closes the strategy, and that process stays until
   the other has left, too;
+- "saving": replica 1 dies only while replica 0 writes the last checkpoint;
 - "again": `train` raises as if a replica had died again;
 - "exit", "raise", "caught": `train` ends, and then the program does as they say.
 
@@ -16,11 +17,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
 
 import mpidist
+from mpidist._checkpoints import storage
 
 
 def train(strategy, state):
@@ -28,7 +31,7 @@ def train(strategy, state):
     for step in range(state.step, 6):
         if is_first and step == 3 and how == "left" and rank == 2:
             raise KeyError("of replica 2 alone")
-        if is_first and step == 3 and how != "left" and rank == 1:
+        if is_first and step == 3 and how not in ("left", "saving") and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:  # the others learn of it here
             strategy.reduce("SUM", strategy.run(int), axis=None)
@@ -42,6 +45,8 @@ def train(strategy, state):
             raise mpidist.ReplicaLostError("as a call of another strategy would")
         state.step += 1
         state.commit()
+    if how == "saving" and is_first and rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     used.append(strategy)
     return strategy.num_replicas_in_sync
 
@@ -50,10 +55,20 @@ def interrupted(strategy):
     raise KeyboardInterrupt
 
 
+def write_slowly(*arguments):
+    time.sleep(1.5)
+    write_checkpoint(*arguments)
+
+
 how, *folder = sys.argv[1:]
 used = []
+write_checkpoint = storage.write_checkpoint
+storage.write_checkpoint = write_slowly
+directory = folder[0] if how == "saving" else None
 try:
-    size = mpidist.elastic.run(train, mpidist.elastic.State(step=0))
+    size = mpidist.elastic.run(
+        train, mpidist.elastic.State(step=0, directory=directory)
+    )
 except (Exception, KeyboardInterrupt) as error:
     if how == "again":
         raise

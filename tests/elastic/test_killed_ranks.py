@@ -148,10 +148,11 @@ def end(how, *folder, options=launching.ULFM):
         rarely("exit", 3, ""),
         ("raise", 1, ""),
         rarely("caught", 0, ""),
+        ("saving", 0, "from commit 8"),
     ],
 )
-def test_how_a_program_ends_after_a_loss(how, code, text):
-    done = end(how)
+def test_how_a_program_ends_after_a_loss(how, code, text, tmp_path):
+    done = end(how, tmp_path)
     assert done.returncode == code, done.stderr
     assert text in done.stderr
 
