@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -188,20 +189,23 @@ def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -
 
 def _rebuild(container: Any, function: Callable[[Any, Nest], Nest]) -> Nest:
     """Return ``function(key, part)`` for the parts of a dict, tuple or list."""
-    kind = type(container)
     if isinstance(container, dict):
-        return kind({key: function(key, x) for key, x in container.items()})
+        made = copy.copy(container)  # a defaultdict takes no dict
+        for key, x in container.items():
+            made[key] = function(key, x)
+        return made
+    kind = type(container)
     parts = [function(key, x) for key, x in enumerate(container)]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
-def _convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
+def convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
     """Return a nest with ``convert(list)`` in place of each outermost list."""
     if isinstance(tree, list):
         return convert(tree)
     if not isinstance(tree, (dict, tuple)):
         return tree
-    return _rebuild(tree, lambda _, x: _convert_lists(x, convert))
+    return _rebuild(tree, lambda _, x: convert_lists(x, convert))
 
 
 def lists_to_arrays(tree: Nest, *, tuples: bool = False) -> Nest:
@@ -217,7 +221,7 @@ def lists_to_arrays(tree: Nest, *, tuples: bool = False) -> Nest:
             return exact_array(x)
         return [lists_to_arrays(part, tuples=tuples) for part in x]
 
-    return _convert_lists(tree, convert)
+    return convert_lists(tree, convert)
 
 
 def _is_array(tree: Nest) -> bool:
@@ -249,7 +253,7 @@ def stack_lists(tree: Nest, call: str) -> Nest:
             return np.asarray(parts)
         return backend.module_of(leaves[0]).stack(leaves)
 
-    return _convert_lists(tree, stacked)
+    return convert_lists(tree, stacked)
 
 
 # --- blocks ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ from mpidist.data._rows import (
     as_leaf,
     block_of,
     can_have,
+    convert_lists,
     exact_array,
     gather,
     lists_to_arrays,
@@ -118,7 +120,8 @@ class Rows(Stage):
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         for token in tokens:
-            yield self._source[int(token)]
+            # In new dicts and lists: functions of the program may change them.
+            yield convert_lists(self._source[int(token)], copy.copy)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         return self._spec

@@ -126,6 +126,15 @@ def test_rows_of_a_sequence_of_nests():
     assert dataset.element_spec["square"] == ArraySpec((None,), np.dtype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "make", [Dataset.from_tensors, lambda x: slices(collections.UserList([x]))]
+)
+def test_a_function_that_changes_a_dict_does_not_change_the_source(make):
+    dataset = make(({"x": np.ones(1)}, collections.defaultdict(int, y=np.ones(1))))
+    dataset = dataset.map(lambda a, b: a.pop("x") + b.pop("y")).repeat(3)
+    assert lists(dataset) == [[2], [2], [2]]
+
+
 def test_elements_are_copies_in_the_byte_order_of_this_machine(tmp_path):
     np.arange(6).tofile(tmp_path / "rows")
     swapped = np.arange(6).astype(np.dtype(np.int64).newbyteorder())
