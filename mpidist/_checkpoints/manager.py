@@ -8,8 +8,9 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from mpidist._base import threads
 from mpidist._base.errors import CheckpointError
 from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_attributes, explain_keywords
@@ -25,6 +26,12 @@ class _Entry(NamedTuple):
     saved_at: int  # in ns; unique within a directory
     number: int
     path: str
+
+
+# The highest number by directory and name: several managers may have the same.
+_highest: Final[threads.ReplicaLocal[dict[tuple[str, str], int]]] = (
+    threads.ReplicaLocal(dict)
+)
 
 
 @explain_attributes
@@ -113,7 +120,8 @@ class CheckpointManager:
             return given_directory, directory, _scan(directory, checkpoint_name)
 
         used, self._directory, found = call.on_rank_0(scan)
-        self._entries, self._highest = found
+        self._entries, highest = found
+        _highest.get()[self._directory, checkpoint_name] = highest
         # A program of TensorFlow may delete its own directory on ranks other than 0.
         self._own_directory = self._directory
         if given_directory != used:
@@ -212,7 +220,8 @@ class CheckpointManager:
                 return None
         call.wait_for_save()
         self._make_own_directory()
-        number = self._highest + 1
+        numbers, own = _highest.get(), (self._directory, self._name)
+        number = numbers[own] + 1
         if checkpoint_number is not None:
             number = call.attempt(lambda: _as_number(checkpoint_number))
         path = os.path.join(self._directory, f"{self._name}-{number}")
@@ -242,7 +251,7 @@ class CheckpointManager:
                 self._entries = [x for x in self._entries if x not in excess]
             else:
                 self._entries = [*kept, _Entry(saved_at, number, path)]
-                self._highest = max(self._highest, number)
+                numbers[own] = max(numbers[own], number)
 
         saved = self._objects.save(
             path,
@@ -298,8 +307,15 @@ def forget_interval(manager: CheckpointManager) -> None:
     manager._saved_step = None
 
 
-def _scan(directory: str, prefix: str | None) -> tuple[list[_Entry], int]:
+def _scan(
+    directory: str, prefix: str | None, verified: str | None = None
+) -> tuple[list[_Entry], int]:
     """Find the checkpoints of a manager, or all, and verify the newest.
+
+    Args:
+        directory: where they are.
+        prefix: that of their names; None: all.
+        verified: the path of one that was verified before.
 
     Returns:
         The complete checkpoints, in the order of saving, and the highest number in use.
@@ -311,7 +327,9 @@ def _scan(directory: str, prefix: str | None) -> tuple[list[_Entry], int]:
         if reader := _open(path, lambda reader: None):
             entries.append(_Entry(manifest_of(reader).saved_at_ns, number, path))
     entries.sort()
-    while entries and not _open(entries[-1].path, CheckpointReader.verify):
+    while entries and (path := entries[-1].path) != verified:
+        if _open(path, CheckpointReader.verify):
+            break
         entries.pop()
     return entries, max(numbers.values(), default=0)
 
@@ -361,10 +379,19 @@ def latest_checkpoint(
     Returns:
         The path; None if there is no checkpoint.
     """
+    return find_latest(checkpoint_dir, checkpoint_name)
+
+
+def find_latest(
+    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_name: str | None = None,
+    verified: str | None = None,
+) -> str | None:
+    """Return what `latest_checkpoint` does, without reading one that was verified."""
     directory = os.path.abspath(checkpoint_dir)
     if os.path.exists(os.path.join(directory, manifest.MANIFEST)):
         return directory
-    entries, _ = _scan(directory, checkpoint_name)
+    entries, _ = _scan(directory, checkpoint_name, verified)
     return entries[-1].path if entries else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from mpidist._base.expect import expect
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.manager import latest_checkpoint
+from mpidist._checkpoints.manager import find_latest
 from mpidist._checkpoints.saved_objects import as_path
 from mpidist._mpi import library
 from mpidist._runtime import context
@@ -76,7 +76,7 @@ def _paths(
 
     def look() -> str | None:
         """Return the path of a new checkpoint; "": look again; None: the timeout."""
-        newest = latest_checkpoint(checkpoint_dir)
+        newest = find_latest(checkpoint_dir, verified=seen)
         if newest is not None and newest != seen:
             return newest
         if timeout is not None and time.monotonic() + _POLL_SECONDS - began > timeout:

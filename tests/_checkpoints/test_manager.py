@@ -23,6 +23,7 @@ from replicas import (
 
 import mpidist
 from mpidist._checkpoints import new_checkpoints, replace
+from mpidist._checkpoints.storage import CheckpointReader
 
 
 @core_on_ranks
@@ -49,6 +50,9 @@ def test_the_manager_keeps_the_newest(strategy, folder, rank):
     assert again.save() == f"{manager.directory}/ckpt-11"
     assert again.save(11) == again.latest_checkpoint  # once more, in its place
     assert [Path(p).name for p in again.checkpoints] == ["ckpt-10", "ckpt-4", "ckpt-11"]
+    # The first one goes on after the numbers of the other.
+    assert manager.save(wait=False) == f"{manager.directory}/ckpt-12"
+    assert again.save() == f"{manager.directory}/ckpt-13"
     step.assign(0)
     assert again.restore_or_initialize() == again.latest_checkpoint
     assert step.numpy() == 10
@@ -147,6 +151,10 @@ def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeyp
     checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
     own = folder if rank == 0 else "nowhere"
     answers = [False, True]
+    verified, verify = [], CheckpointReader.verify
+    monkeypatch.setattr(
+        CheckpointReader, "verify", lambda x: (verified.append(x.path), verify(x))
+    )
     with strategy.scope():
         paths = mpidist.checkpoints_iterator(
             own, timeout=0.05, timeout_fn=lambda: answers.pop(0)
@@ -160,6 +168,7 @@ def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeyp
             if len(found) < 3:
                 checkpoint.save(folder / f"next-{len(found)}")
         assert found == ["first", "next-1", "next-2"]
+        assert len(set(verified)) == len(verified)  # each once
 
 
 @on_ranks
