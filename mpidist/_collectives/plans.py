@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -215,18 +215,20 @@ class Plans:
             ]
         return structure.unflatten(results if to_here else [None] * len(results))
 
-    def find(self, op: ReduceOp, arrays: list[Array], call: str, owner: object) -> Plan:
-        """Return a plan for a list of arrays. Not collective.
+    def find(
+        self, arrays: list[Array], call: str, owner: object, places: Iterable[int]
+    ) -> Plan:
+        """Return a plan for the sum of a list of arrays. Not collective.
 
-        With error feedback it is the owner's, and kept as long: what one owner's sums
-        have lost by compression is not added to another's.
+        With error feedback it is the owner's, for arrays of these places there, and
+        kept as long: what is lost by compression is not added to sums of others.
         """
-        structure = nest.flatten(arrays)[1]
-        call_key = (call, op._name_, None, None, structure)
+        structure, op = nest.flatten(arrays)[1], ReduceOp.SUM
+        call_key: Key = (call, op._name_, None, None, structure)
         options, cache = self._resources.options, self.cache
         if self._resources.compression.error_feedback:
-            cache = self.owned.get(owner) or PlanCache()
-            self.owned[owner] = cache
+            cache = self.owned.setdefault(owner, PlanCache())
+            call_key = (call_key, *places)
         return self._find(cache, call_key, op, structure, arrays, call, options, None)
 
     def _find(

@@ -260,7 +260,8 @@ class State:
         if self.group.num_replicas == 1 or not given.summed:
             return None
         arrays = [given.arrays[i] for i in given.summed]
-        return self.group.collectives.plans.find(ReduceOp.SUM, arrays, APPLY, self)
+        places = (self.index[id(given.variables[i])] for i in given.summed)
+        return self.group.collectives.plans.find(arrays, APPLY, self, places)
 
     def sum(self, plan: Plan | None, call: Call, given: GivenGradients) -> None:
         """Put the sums over the replicas in the gradients' places. Collective.

@@ -227,17 +227,20 @@ def test_error_feedback_makes_up_for_what_was_lost(on_nodes, rank, size, packed)
 
 
 @core_by_mpi
-def test_optimizers_do_not_get_the_errors_of_each_other(on_nodes, rank, size):
+@pytest.mark.parametrize("number", [1, 2])
+def test_variables_do_not_get_the_errors_of_each_other(on_nodes, rank, size, number):
+    """Of one optimizer, which steps with them in turn, or of two."""
     strategy = on_nodes(compression="fp16", error_feedback=True)
     large = sample(rank, 100_000, "float32") * np.float32(1e6)
     with strategy.scope():
         v, w = (mpidist.Variable(np.zeros(100_000, "float32")) for _ in range(2))
-        made = [mpidist.optimizers.SGD(1.0) for _ in range(2)]
-    strategy.run(lambda: made[0].apply_gradients([(large, v)]))
-    strategy.run(lambda: made[1].apply_gradients([(np.ones_like(large), w)]))
+        made = [mpidist.optimizers.SGD(1.0) for _ in range(number)]
+    small = np.ones_like(large)
+    strategy.run(lambda: made[0].apply_gradients([(large, v), (None, w)]))
+    strategy.run(lambda: made[-1].apply_gradients([(None, v), (small, w)]))
     np.testing.assert_allclose(w.numpy(), -size, rtol=1e-3)
     plans = strategy._group.collectives.plans
-    assert len(plans.owned) == (2 if size > 1 else 0)
+    assert len(plans.owned) == (number if size > 1 else 0)
     made.clear()
     gc.collect()
     assert not plans.owned
