@@ -75,7 +75,8 @@ class Metric:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "result" in vars(cls):
+        owner = next(base for base in cls.__mro__ if "result" in vars(base))
+        if owner is cls or not issubclass(owner, Metric):  # or it has been done there
             cls.result = _of_all_replicas(cls.result)  # type: ignore[assignment]
 
     def add_weight(
