@@ -105,7 +105,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype = torch.promote_types(input.dtype, torch.float32)
         x = input.to(dtype)
         own = x.new_full((1,), x.numel() / self.num_features)
-        total = _SumOverRanks.apply(group, torch.cat([x.sum(axes), own]))
+        total = _SumOverRanks.apply(group, torch.cat([x.sum(axes), own]), _CALL)
         count = total[-1].detach()
         if count <= 1:
             raise ValueError(
@@ -114,7 +114,8 @@ class SyncBatchNorm(_BatchNorm):
             )
         mean = total[:-1] / count
         centred = x - mean.view(shape)
-        variance = _SumOverRanks.apply(group, centred.square().sum(axes)) / count
+        squares = _SumOverRanks.apply(group, centred.square().sum(axes), _CALL)
+        variance = squares / count
         if self.training and self.track_running_stats:
             self._update(mean.detach(), variance.detach() * (count / (count - 1)))
         y = centred * (variance + self.eps).rsqrt().view(shape)
@@ -146,12 +147,12 @@ class _SumOverRanks(torch.autograd.Function):
     """A sum over the ranks, whose gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, group: ReplicaGroup, x: torch.Tensor) -> Any:
+    def forward(ctx: Any, group: ReplicaGroup, x: torch.Tensor, call: str) -> Any:
         ctx.group = group
-        return group.all_reduce(ReduceOp.SUM, x.contiguous(), None, _CALL)
+        return group.all_reduce(ReduceOp.SUM, x.contiguous(), None, call)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, Any]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, Any, None]:
+        # This function again, not `all_reduce`: of gradients of gradients it is a part.
         call = f"{_CALL}, backward"
-        total = ctx.group.all_reduce(ReduceOp.SUM, gradient.contiguous(), None, call)
-        return None, total
+        return None, _SumOverRanks.apply(ctx.group, gradient, call), None

@@ -79,6 +79,20 @@ def test_it_is_the_batch_norm_of_all_rows(
     torch.testing.assert_close(own(x), one(x))  # not collective
 
 
+def test_gradients_of_gradients(strategy, rank, torch, norm):
+    """As of a gradient penalty: they go through the sums over the ranks again."""
+    found = []
+    for module in (norm(3, strategy=strategy), torch.nn.BatchNorm1d(3)):
+        is_sync = type(module) is norm
+        x = input_of(torch, (8, 3)) - 100
+        x = (x[rank::2] if is_sync else x).requires_grad_()
+        y = module.double()(x).pow(3).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        slope.square().sum().backward()
+        found.append(x.grad if is_sync else x.grad[rank::2])
+    torch.testing.assert_close(*found)
+
+
 def test_a_converted_module(strategy, rank, torch, norm):
     model = torch.nn.Sequential(
         torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.BatchNorm1d(3, eps=0.01))
