@@ -352,7 +352,7 @@ class Dataset(metaclass=_Names):
     def cache(self, filename: str = "", name: str | None = None) -> Dataset:
         """Keep each element in memory once it was loaded.
 
-        Its NumPy arrays are read-only; of torch tensors each pass gets copies. In a
+        Its NumPy arrays are read-only; of others each pass gets copies. In a
         distributed dataset each rank keeps its own rows. As in tf.data a `shuffle`
         before it has the order of the first iteration every time.
 

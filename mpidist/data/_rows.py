@@ -159,10 +159,19 @@ def protected(tree: Nest) -> Nest:
 
 
 def unshared(tree: Nest) -> Nest:
-    """Return such an element, with copies of torch tensors, which have no such flag."""
+    """Return such an element, with copies of arrays that have no such flag."""
     return nest.map_structure(
-        lambda x: x.clone() if guests.kind_of(x) == "torch" else x, tree
+        lambda x: x if isinstance(x, np.ndarray) else copied(x), tree
     )
+
+
+def copied(tree: Nest) -> Nest:
+    """Return a copy of a nest and of its arrays."""
+    if isinstance(tree, (dict, tuple, list)):
+        return _rebuild(tree, lambda _, x: copied(x))
+    if isinstance(tree, np.ndarray) or backend.is_device_array(tree):
+        return tree.copy()
+    return tree.clone() if guests.kind_of(tree) == "torch" else tree
 
 
 # --- nests -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import backend, guests, nest, shuffle_seeds
+from mpidist._base import nest, shuffle_seeds
 from mpidist._base.expect import expect
 from mpidist._base.types import DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
@@ -27,6 +27,7 @@ from mpidist.data._rows import (
     block_of,
     can_have,
     convert_lists,
+    copied,
     exact_array,
     gather,
     lists_to_arrays,
@@ -229,7 +230,7 @@ class Generated(Stage):
                 if element is END:
                     return
                 # A copy, as in tf.data: generators may fill one buffer again and again.
-                yield nest.map_structure(_copied, self._converted(element))
+                yield nest.map_structure(_kept, self._converted(element))
         finally:
             # A generator or a file, which nobody reads any more.
             if hasattr(made, "__next__") and hasattr(made, "close"):
@@ -253,12 +254,8 @@ class Generated(Stage):
         return self._declared if known else None
 
 
-def _copied(x: Any) -> Any:
-    if isinstance(x, (str, bytes)):
-        return exact_array(x)[()]
-    if isinstance(x, np.ndarray) or backend.is_device_array(x):
-        return x.copy()
-    return x.clone() if guests.kind_of(x) == "torch" else x
+def _kept(x: Any) -> Any:
+    return exact_array(x)[()] if isinstance(x, (str, bytes)) else copied(x)
 
 
 def slices_of(tensors: Nest) -> Stage:

@@ -47,6 +47,7 @@ from mpidist.data._rows import (
     RowBlock,
     batch_spec,
     block_of,
+    copied,
     protected,
     stack,
     unshared,
@@ -657,7 +658,9 @@ class Cache(Derived):
                 break
             with self._lock:
                 missing = [n for n in dict.fromkeys(numbers) if n not in self._values]
-                loaded = self.parent.load(map(self._parent_token, missing))
+                # Copies, as a function of the program may change what it gets.
+                tokens = map(copied, map(self._parent_token, missing))
+                loaded = self.parent.load(tokens)
                 try:
                     for number, value in zip(missing, loaded, strict=True):
                         self._values[number] = protected(value)
@@ -667,26 +670,27 @@ class Cache(Derived):
                     failure = error
                 known = itertools.takewhile(self._values.__contains__, numbers)
                 found = [self._values[number] for number in known]
-            # Tensors of torch cannot be made read-only: each is given away as a copy.
+            # What cannot be made read-only is given away as a copy.
             yield from map(unshared, found)
         if failure is not None:
             raise failure
 
     def open(self, token: Token) -> LazyBlock:
         number = int(token)
-        batch = self.parent.open(self._parent_token(number))
+        kept = self._parent_token(number)
 
         def read(start: int, stop: int) -> RowBlock | None:
             key = (number, start, stop)
             with self._lock:
                 if key not in self._parts:
-                    part = batch.part(start, stop)
+                    part = self.parent.open(copied(kept)).part(start, stop)
                     if part is not None:
                         part = RowBlock(protected(list(part.leaves)), part.structure)
                     self._parts[key] = part
-                return self._parts[key]
+                part = self._parts[key]
+            return part and RowBlock(unshared(list(part.leaves)), part.structure)
 
-        return LazyBlock(batch.rows, read)
+        return LazyBlock(self.parent.open(kept).rows, read)
 
 
 _caches: Final[weakref.WeakSet[Cache]] = weakref.WeakSet()

@@ -664,6 +664,12 @@ def test_arrays_come_on_the_device(new_strategy, monkeypatch, rank, size):
         assert isinstance(own(strategy, element), cupy.ndarray)
         seen += strategy.gather(element, axis=0).get().tolist()
     assert sorted(seen) == list(range(size))
+    # A cache gives copies of them, which may be written to.
+    cached, seen = distribute(rows.batch(size).cache()), []
+    for (element,) in (cached, cached):
+        seen.append(own(strategy, element).get().tolist())
+        own(strategy, element)[:] = -1
+    assert seen[0] == seen[1]
 
 
 @core

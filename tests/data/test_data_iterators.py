@@ -188,6 +188,17 @@ def test_the_elements_of_a_cache_are_read_only():
         element += 1
 
 
+def test_a_function_may_change_what_a_cache_keeps():
+    def add(row):
+        row["x"] += 1
+        return row
+
+    rows = generated({"x": [0]}, {"x": [0]})
+    dataset = rows.map(add).batch(2).cache()
+    assert dataset.element_spec["x"].shape == (None, 1)  # reads a row
+    assert [batch["x"].tolist() for batch in dataset] == [[[1], [1]]]
+
+
 def test_cache_reads_on_after_an_exception():
     left = [1]
 
