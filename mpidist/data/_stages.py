@@ -35,6 +35,7 @@ from typing import Any, Final, TypeAlias, dataclass_transform
 import numpy as np
 
 from mpidist._base import nest, shuffle_seeds
+from mpidist._base.fingerprint import fingerprint
 from mpidist._base.types import HostArray, Nest
 from mpidist.data._ahead import Ahead
 from mpidist.data._options import (
@@ -130,7 +131,8 @@ class Stage:
 
     def sample(self) -> int:
         """Return a checksum of some rows of arrays in memory; 0: it has none."""
-        return self.parents[0].sample() if len(self.parents) == 1 else 0
+        found = [parent.sample() for parent in self.parents]
+        return fingerprint(str(found)) & 0x7FFFFFFF if any(found) else 0
 
     def shuffle_seeds(self) -> list[int]:
         """Return the seeds of shuffles for which the program gave none."""

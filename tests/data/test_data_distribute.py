@@ -751,8 +751,8 @@ def test_arrays_that_differ_between_ranks_warn(distribute, from_function, rank, 
     rows = np.arange(24.0).reshape(12, 2)
 
     def of(rows):
-        dataset = Dataset.from_tensor_slices({"x": rows}).map(dict).batch(4)
-        return distribute(dataset)
+        dataset = Dataset.from_tensor_slices({"x": rows}).map(dict).enumerate()
+        return distribute(dataset.batch(4))
 
     assert len(of(rows)) == 3  # a warning is an error here
     permuted = np.random.default_rng(rank).permutation(rows)
