@@ -201,14 +201,14 @@ def convert(
         )
     shape = own.shape if shape is None else shape
     _refuse_per_replica(call, value)
-    x, python_numbers = _as_array(value, call)
+    x = _as_array(value, call)
     if tuple(x.shape) != shape:
         raise ValueError(
             f"{call}: expected a value of shape {shape}, got "
             f"{backend.describe(x)}; write `numpy.full({shape}, value)` to "
             "spread a number over the array"
         )
-    if x.dtype != dtype and not _fits(x, dtype, python_numbers):
+    if x.dtype != dtype and not _fits(x, dtype):
         raise ValueError(
             f"{call}: expected a value that fits into {dtype.name}, got "
             f"{backend.describe(x)}; make the variable with `dtype={x.dtype.name!r}`, "
@@ -274,31 +274,23 @@ def _refuse_per_replica(call: str, value: Nest) -> None:
         )
 
 
-def _as_array(value: Nest, call: str) -> tuple[Array, bool]:
-    """Return a value as an array, and whether it is made of Python's numbers."""
+def _as_array(value: Nest, call: str) -> Array:
     value = to_plain(value)
     listed = isinstance(value, (list, tuple))
-    x, kind = backend.as_array(np.asarray(value) if listed else value, call)
-    return x, listed or kind == "number"
+    return backend.as_array(np.asarray(value) if listed else value, call)[0]
 
 
-def _fits(x: Array, dtype: DType, python_numbers: bool) -> bool:
+def _fits(x: Any, dtype: DType) -> bool:
     """Return whether values may be cast: to the same kind of dtype, or a wider one.
 
-    Integers given as Python numbers must be in the dtype's range, and so must signed
-    ones for an unsigned dtype.
+    Integers may be cast to integers if they are in the dtype's range.
     """
-    if backend.is_bfloat16(dtype):
-        return x.dtype.kind in "biuf"
-    checked = python_numbers or x.dtype.kind == "i" != dtype.kind
-    if checked and x.dtype.kind in "iu" and dtype.kind in "iu":
+    kinds = [backend.number_kind(one) for one in (x.dtype, dtype)]
+    if all(kind in "iu" for kind in kinds):
         limits = np.iinfo(dtype)
-        return bool(((x >= limits.min) & (x <= limits.max)).all())
-    order = "biufc"
-    return bool(
-        np.can_cast(x.dtype, dtype, "same_kind")
-        or order.find(x.dtype.kind) < order.find(dtype.kind)
-    )
+        return not x.size or limits.min <= int(x.min()) <= int(x.max()) <= limits.max
+    own, wanted = map("biufc".find, kinds)
+    return own <= wanted
 
 
 def initial_array(
@@ -325,7 +317,7 @@ def initial_array(
             f"{call}: got a PerReplica as initial value; write `strategy.reduce(op, "
             "value, axis=None)` or one array"
         )
-    x, _ = _as_array(value, call)
+    x = _as_array(value, call)
     if dtype is not None:
         # In native byte order, in which the other ranks get it.
         x = backend.as_array(x.astype(dtype), call)[0]

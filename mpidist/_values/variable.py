@@ -347,8 +347,9 @@ class Variable(ArrayLike, Registered):
         """Replace the value. Collective, except in the function of ``update``.
 
         Args:
-            value: an array or number of this variable's shape; NumPy must be able to
-                cast its dtype to the variable's with same-kind casting.
+            value: an array or number of this variable's shape. Its dtype is of the same
+                kind as the variable's or of a narrower one (bool, integer, floating,
+                complex), and its integers are in the range of an integer variable.
             use_locking: accepted and ignored, as in TensorFlow 2.
             name: accepted and ignored, as in TensorFlow 2.
             read_value: whether to return the variable.

@@ -73,6 +73,9 @@ def test_bfloat16(strategy, rank, size):
     v.assign([3.0, 4.0])
     assert_mirrored(strategy, v, np.array([3.0, 4.0], v.dtype))
     assert "bfloat16" in repr(v)
+    whole = make(strategy, [1, 2])
+    raises_everywhere(ValueError, lambda: whole.assign(v), "expected a value that fits")
+    assert_mirrored(strategy, whole, [1, 2])
 
 
 def test_initial_values_are_copied(strategy):
@@ -325,6 +328,8 @@ def test_values_that_fit(strategy, initial, value, expected):
         (np.zeros((), np.int8), 300, ValueError),  # and not 44
         (np.zeros(2, np.int32), [1.5, 2.5], ValueError),
         (np.zeros(2, np.int32), [2**40, 0], ValueError),
+        (np.zeros(2, np.int32), np.array([2**40, 0]), ValueError),  # and not 0
+        (np.zeros(2, np.int64), np.array([2**63, 0], np.uint64), ValueError),
         (np.zeros(2), "ab", TypeError),
         (np.zeros(2), None, TypeError),
         (np.zeros(2), {"a": 1}, TypeError),
