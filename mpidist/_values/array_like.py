@@ -180,7 +180,13 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return func(*_replaced(_tensor, args), **_replaced(_tensor, kwargs or {}))
+        kwargs, name = kwargs or {}, func.__name__
+        target, what = kwargs.get("out"), "..., out={x}"
+        if name.endswith("_") and not name.endswith("__"):  # as torch.nn.init.normal_
+            target, what = next(iter((*args, *kwargs.values()))), "{x}, ..."
+        if isinstance(target, ArrayLike):  # whose copy, as a tensor, would get it
+            target._refuse_write(f"{name}({what})")
+        return func(*_replaced(_tensor, args), **_replaced(_tensor, kwargs))
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(kwargs.get("out"), ArrayLike):

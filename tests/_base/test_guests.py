@@ -275,6 +275,10 @@ def test_functions_of_torch_take_variables(strategy, torch):
     result.sum().backward()
     assert_same(rows.grad.numpy(), np.stack([x.sum(0)] * 2))
     assert torch.stack([variable, variable]).shape == (2, 3, 3)
+    with pytest.raises(TypeError, match=r"`add\(\.\.\., out=variable\)` would change"):
+        torch.add(rows, 1, out=variable)
+    with pytest.raises(TypeError, match=r"`normal_\(variable, \.\.\.\)` would change"):
+        torch.nn.init.normal_(variable)
 
 
 def test_transforms_of_jax_take_arithmetic_with_variables(strategy, jax):
