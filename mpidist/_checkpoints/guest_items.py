@@ -9,6 +9,7 @@ the file has only its leaves, by their paths.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import MutableMapping
@@ -35,7 +36,10 @@ class Held:
         return self.holder[self.name]
 
     def set(self, value: Any) -> None:
-        """Replace the value."""
+        """Replace the value; one of a defaultdict is a dict."""
+        old = self.holder[self.name]
+        if isinstance(old, collections.defaultdict):
+            value = collections.defaultdict(old.default_factory, value)
         self.holder[self.name] = value
 
 

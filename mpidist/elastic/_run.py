@@ -84,7 +84,8 @@ def run(
         train: called with a strategy and the state. An exception other than that of a
             loss ends the run.
         state: a `State`. If it has no commit yet, it begins with the newest checkpoint
-            of its directory.
+            of its directory; otherwise, in a second run, with its last commit: values
+            set since then are lost.
         min_replicas: with fewer replicas than this the run ends with an error. The same
             on all ranks.
         spares: how many processes, the last ranks of the job, sleep until they are
