@@ -121,7 +121,8 @@ class CheckpointManager:
 
         used, self._directory, found = call.on_rank_0(scan)
         self._entries, highest = found
-        _highest.get()[self._directory, checkpoint_name] = highest
+        self._highest = _highest.get()
+        self._highest[self._directory, checkpoint_name] = highest
         # A program of TensorFlow may delete its own directory on ranks other than 0.
         self._own_directory = self._directory
         if given_directory != used:
@@ -220,7 +221,7 @@ class CheckpointManager:
                 return None
         call.wait_for_save()
         self._make_own_directory()
-        numbers, own = _highest.get(), (self._directory, self._name)
+        numbers, own = self._highest, (self._directory, self._name)
         number = numbers[own] + 1
         if checkpoint_number is not None:
             number = call.attempt(lambda: _as_number(checkpoint_number))
