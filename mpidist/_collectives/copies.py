@@ -292,7 +292,7 @@ class Copies:
         own = counts[comm.rank]
         received = self._together(lambda: np.empty(own, np.uint8), call)
         comm.scatter(None if values is None else joined, received, counts, 0)
-        return self._read(received) if values is None else list(values[0])
+        return self._read(received)
 
     def _read(self, data: HostArray, large: Sequence[HostArray] = ()) -> list[Any]:
         """Return the values that `_write` has written."""

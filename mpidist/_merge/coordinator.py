@@ -162,15 +162,16 @@ class Coordinator:
         columns = []
         found = self.command("collect", (values,))
         for value, (own, *others) in zip(values, found, strict=True):
+            # As of now, like the others; merge_fn may add them to it in place.
+            column = (_copied(own), *others)
             if isinstance(value, DistributedValues):  # known from now on
-                own = _copied(own)  # merge_fn may add the others to it in place
-                set_gathered(value, (own, *others))
+                set_gathered(value, column)
                 self._fetched.append(weakref.ref(value))
             else:
-                for x in others:
+                for x in column:
                     if not backend.is_device_array(x):
                         x.flags.writeable = False
-            columns.append((own, *others))
+            columns.append(column)
         return columns
 
     def key_of(self, value: Registered) -> Key:

@@ -67,7 +67,7 @@ from mpidist._merge.object_parts import ATOMS
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._runtime.registry import Key, Registered, gathered
+from mpidist._runtime.registry import Key, Registered, gathered, set_component
 from mpidist._values.components import check_owner
 from mpidist._values.distributed import (
     DistributedValues,
@@ -257,4 +257,6 @@ def _scatter(group: ReplicaGroup, marked: OnRank0, mirrored: bool) -> Distribute
     key = (registry.next_key(), 0)
     if value is None:
         return registry.wrap(Mirrored if mirrored else PerReplica, own, key)
+    # A copy here, too: merge_fn may change its array after the others have theirs.
+    set_component(value, own)
     return registry.add(key, value)

@@ -61,6 +61,11 @@ def set_gathered(value: Components, components: tuple[Nest, ...] | None) -> None
     value._all = components
 
 
+def set_component(value: Components, own: Nest) -> None:
+    """Store this rank's component in a value, without those of the others."""
+    value._own, value._all = own, None
+
+
 _C = TypeVar("_C", bound=Components)
 _R = TypeVar("_R", bound=Registered)
 

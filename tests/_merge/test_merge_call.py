@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from replicas import (
+    ON_READ,
+    SUM,
     assert_mirrored,
     assert_usable,
     context,
@@ -409,6 +411,23 @@ def test_values_made_for_each_replica_are_scattered(strategy, rank, size):
     assert text == f"for {rank}"
     assert mixed == {"id": 10 * rank, "n": (size, Setting("x", rank))}
     assert total == 10 * size * (size - 1) // 2
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", [mpidist.PerReplica, mpidist.Mirrored])
+def test_rank_0_keeps_what_was_sent(strategy, size, kind):
+    """merge_fn may change its array later; and what it has gathered does not change."""
+    v = make(strategy, 0.0, synchronization=ON_READ, aggregation=SUM)
+
+    def merge_fn(distribution):
+        array = np.zeros((2, 3), ">f4", order="F")
+        made, before = kind([array] * size), v.values
+        distribution.run(lambda x: v.assign(1.0).shape, args=(made,))
+        array[...] = 1.0
+        found = distribution.run(lambda x: [x.sum(), *x.strides], args=(made,))
+        return found, [*map(float, before)]
+
+    assert everywhere(merge(strategy, merge_fn)) == [([0, 12, 4], [0.0] * size)] * size
 
 
 @pytest.mark.mpi(min_size=2)
