@@ -21,12 +21,13 @@ array      dtype, shape, data,  an array of at most `MOST_INLINE_BYTES`, or not 
 sent       number, strides      another array, which is sent separately, from its buffer
 =========  ===================  ======================================================
 
-In the arguments of a command lists, dicts and arrays are data: rank 0's are sent, also
+In the arguments of a command containers and arrays are data: rank 0's are sent, also
 if merge_fn can reach them.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import io
 import pickle
@@ -39,6 +40,7 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.errors import CollectiveError
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, HostArray, Nest
 from mpidist._merge import object_names, object_parts
@@ -51,6 +53,7 @@ from mpidist._values.variable import Variable
 MOST_INLINE_BYTES: Final = 16 * 1024
 _BY_VALUE: Final = ATOMS | {tuple}
 _NO_DATA: Final = ATOMS | {types.FunctionType, Mirrored, PerReplica, Variable}
+_CONTAINERS: Final = (list, tuple, dict, collections.deque)
 _KEYED: Final = (DistributedValues, Variable)  # also of users' classes
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 
@@ -254,16 +257,19 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
     @functools.cached_property
     def _data(self) -> dict[int, Nest]:
-        """The lists, dicts and arrays in the arguments of a command, by their ids."""
+        """The containers and arrays in the arguments of a command, by their ids."""
         found: dict[int, Nest] = {}
         waiting = [self._content]
         while waiting:
             x = waiting.pop()
             if type(x) in _NO_DATA:
                 continue
-            if isinstance(x, (list, tuple, dict)) and id(x) not in found:
+            if isinstance(x, _CONTAINERS) and id(x) not in found:
                 found[id(x)] = x
                 waiting += x.values() if isinstance(x, dict) else x
+            elif isinstance(x, (IndexedSlices, collections.UserDict)):
+                found[id(x)] = x
+                waiting += vars(x).values()
             elif backend.is_array(x):
                 found[id(x)] = x
         return found

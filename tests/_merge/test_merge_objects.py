@@ -295,9 +295,16 @@ def test_what_merge_fn_makes_is_sent(strategy, rank):
 def test_arrays_in_arguments_are_those_of_rank_0(strategy, rank):
     v = make(strategy, np.zeros(20))
     mine = {"x": [np.full(20, float(rank))]}
+    rows = mpidist.IndexedSlices(np.full(1, float(rank)), np.array([0]))
+    others = collections.UserDict(mine), {"x": collections.deque([mine["x"][0]])}
 
     def merge_fn(distribution):
         add = distribution.extended.update
+        add(v, lambda v, d: v.scatter_add(d), args=(rows,))
+        again = mpidist.IndexedSlices(rows.values, rows.indices)
+        add(v, lambda v, d: v.scatter_add(d), args=(again,))
+        for x in others:
+            add(v, lambda v, d: v.assign_add(d["x"][0]), args=(x,))
         add(v, lambda v, x: v.assign_add(x + 1), args=(mine["x"][0],))
         add(v, lambda v, d: v.assign_add(d["x"][0] + 1), args=(mine,))
         v.assign_add(mine["x"][0] + 1)
