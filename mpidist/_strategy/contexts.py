@@ -25,7 +25,6 @@ from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values import creators
-from mpidist._values.distributed import PerReplica
 
 _S = TypeVar("_S")
 
@@ -154,12 +153,9 @@ class MultiStepContext:
 
 # `Strategy` is defined in a module that imports this one.
 def _all_of(strategy: Any, output: Nest) -> tuple[Nest, ...]:
-    leaves = nest.flatten(output)[0]
     rows: tuple[Nest, ...] = strategy.experimental_local_results(output)
-    if any(isinstance(leaf, PerReplica) for leaf in leaves):
-        return rows
     number: int = strategy.num_replicas_in_sync
-    return rows[:1] * number  # the same on all replicas
+    return rows if len(rows) == number else rows * number  # the same on all replicas
 
 
 # Any: a `ReplicaContext`, whose module imports this one.

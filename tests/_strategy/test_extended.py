@@ -431,7 +431,6 @@ def test_read_var_and_value_container(strategy, rank, size, in_cross_replica):
         assert extended.value_container(v) is v
         assert extended.value_container(v.value()) is v
         assert all(extended.value_container(part) is v for part in v.values)
-        assert all(extended.value_container(part) is total for part in total.values[:1])
         assert extended.value_container(x) is x
         assert extended.value_container(v + 0.0) is not v
         assert extended.value_container(3.0) == 3.0
@@ -439,6 +438,7 @@ def test_read_var_and_value_container(strategy, rank, size, in_cross_replica):
 
     in_cross_replica(fn, 1.0)
     np.testing.assert_array_equal(v, [1.0, 2.0])
+    assert strategy.extended.value_container(total.values[0]) is total
     plain = mpidist.Variable(1.0)
     assert not strategy.extended.variable_created_in_scope(plain)
     assert mpidist.get_strategy().extended.variable_created_in_scope(plain)
@@ -497,6 +497,20 @@ def test_run_steps(size, in_cross_replica, kind):
         assert ctx.last_step_outputs == values
 
     in_cross_replica(fn, 1.0)
+
+
+def test_outputs_of_all_replicas(strategy, size):
+    v = make(strategy, 0.0, synchronization=ON_READ, aggregation=MEAN)
+
+    def step():
+        ctx = mpidist.MultiStepContext()
+        v.assign(float(this_replica()))
+        ctx.set_non_tensor_output("v", v)
+        ctx.set_non_tensor_output("text", "same")
+        assert ctx.non_tensor_outputs["text"] == ("same",) * size
+        assert ctx.non_tensor_outputs["v"] == tuple(range(size))
+
+    strategy.run(step)
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "2"])
