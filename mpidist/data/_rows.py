@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import collections
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -198,12 +198,12 @@ def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -
 
 def _rebuild(container: Any, function: Callable[[Any, Nest], Nest]) -> Nest:
     """Return ``function(key, part)`` for the parts of a dict, tuple or list."""
-    if isinstance(container, dict):
-        made = copy.copy(container)  # a defaultdict takes no dict
-        for key, x in container.items():
-            made[key] = function(key, x)
-        return made
     kind = type(container)
+    if isinstance(container, dict):
+        items = {key: function(key, x) for key, x in container.items()}
+        if isinstance(container, collections.defaultdict):
+            return kind(container.default_factory, items)
+        return kind(items)
     parts = [function(key, x) for key, x in enumerate(container)]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
