@@ -349,10 +349,11 @@ class ReductionToOneDevice(CrossDeviceOps):
             return None
         total = backend.as_array(accumulate(list(rows)), call)[0]
         result = _zeros_like_result(op, x, call)
-        if tuple(total.shape) != tuple(x.shape):
+        wrong = result.dtype.kind in "biu" and total.dtype.kind in "fc"  # rounded
+        if wrong or tuple(total.shape) != tuple(x.shape):
             raise ValueError(
-                f"{call}: expected a result of shape {tuple(x.shape)}, got "
-                f"{backend.describe(total)}"
+                f"{call}: expected a result of shape {tuple(x.shape)} for "
+                f"{result.dtype}, got {backend.describe(total)}"
             )
         backend.fill(result, total / len(rows) if op is ReduceOp.MEAN else total)
         return backend.restore(result, kind)

@@ -299,20 +299,20 @@ def test_reduction_to_one_device(strategy, strategy_with, rank, size):
 
 
 @pytest.mark.parametrize("destination", ["center", "others", "all"])
-@pytest.mark.parametrize("what", ["raises", "wrong shape", "no array"])
+@pytest.mark.parametrize("what", ["raises", "wrong shape", "fractions", "no array"])
 def test_accumulation_functions_that_fail(strategy, rank, size, destination, what):
     """They run on one rank; all ranks raise, at this very call."""
 
     def accumulate(values):
         if what == "raises":
             raise KeyError("on purpose")
-        return np.ones(7) if what == "wrong shape" else "text"
+        return {"wrong shape": np.ones(7), "fractions": np.ones(2)}.get(what, "text")
 
     ops = mpidist.ReductionToOneDevice(accumulation_fn=accumulate)
-    x = strategy.run(lambda: np.ones(2))
+    x = strategy.run(lambda: np.ones(2, int if what == "fractions" else float))
     devices = strategy.extended.worker_devices
     to = {"center": devices[0], "others": devices[-1], "all": x}[destination]
-    kind = {"raises": KeyError, "wrong shape": ValueError, "no array": TypeError}[what]
+    kind = {"raises": KeyError, "no array": TypeError}.get(what, ValueError)
     raises_everywhere(kind, lambda: ops.reduce("SUM", x, to))
     assert strategy.reduce("SUM", x, axis=None).tolist() == [size] * 2
     raises_everywhere(ValueError, lambda: ops.reduce("MAX", x, to), "SUM or MEAN")
