@@ -310,9 +310,9 @@ def test_in_verbs(strategy, rank, size, metric):
         for result, value, row in zip(results, v.values, seen, strict=True):
             same(result["v"], row)
             assert not value.flags.writeable
-        assert extended.value_container(v.values[0]) is v
 
     check(strategy, rows[rank : rank + 1])
+    assert strategy.extended.value_container(v.values[0]) is v
     with strategy.scope():
         check(strategy, rows[rank : rank + 1])
 
