@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of 1d, 2d and 3d
 
 from mpidist._base.reduce_op import ReduceOp
@@ -97,6 +98,11 @@ class SyncBatchNorm(_BatchNorm):
         stored = self.running_mean is not None and self.running_var is not None
         if not self.training and stored:
             return super().forward(input)
+        return self._in_training(input)
+
+    # Lazily, other than `torch.compiler.disable`. It would trace mpidist for a minute.
+    @_disable_dynamo  # type: ignore[untyped-decorator]
+    def _in_training(self, input: torch.Tensor) -> Any:
         group = group_of_call(self._strategy, _CALL)
         with group.guard.checking(_CALL):
             self._check_input_dim(input)

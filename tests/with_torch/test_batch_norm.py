@@ -125,6 +125,22 @@ def test_a_converted_module(strategy, rank, torch, norm):
     assert model[0] is model[2][0]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at
+def test_torch_compiles_what_is_around_it(strategy, rank, torch, norm):
+    """And does not trace mpidist."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    module = norm(3, strategy=strategy)
+    x = input_of(torch, (8, 3), torch.float32)[rank::2]
+    found = torch.compile(lambda x: module(x + 1) * 2, backend=backend)(x)
+    torch.testing.assert_close(found, module(x + 1) * 2)
+    assert len(graphs) == 2
+
+
 def test_float16_and_autocast(strategy, rank, torch, norm):
     module = norm(3, affine=False, track_running_stats=False, strategy=strategy)
     x = input_of(torch, (8, 3), torch.bfloat16)
