@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, guests, nest
 from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
@@ -116,9 +117,11 @@ def broadcast_optimizer_state(
         return [structure.unflatten(range(len(leaves))), *leaves]
 
     numbered, *leaves = group.collectives.share(state, call)
-    if group.replica_id != 0:
-        state_dict = nest.map_structure(lambda i: leaves[i], numbered)
-        guest_items.load_state(optimizer, state_dict)
+    with group.guard.checking(call):
+        if group.replica_id != 0:
+            state_dict = nest.map_structure(lambda i: leaves[i], numbered)
+            guest_items.load_state(optimizer, state_dict)
+    group.guard.agree(Call(call))
 
 
 def check_in_sync(module: Tensors, *, strategy: Strategy | None = None) -> None:

@@ -456,6 +456,7 @@ def test_wrong_arguments(strategy, rank, torch, mt):
     broadcast = functools.partial(mt.broadcast_parameters, strategy=strategy)
     wrap = functools.partial(mt.DistributedOptimizer, strategy=strategy)
     share_state = functools.partial(mt.broadcast_optimizer_state, strategy=strategy)
+    sizes = torch.optim.SGD([x, x.clone()][: 2 - rank])  # of the group, on each rank
     two_passes = wrap(sgd, backward_passes_per_step=2)
 
     def merge():
@@ -482,6 +483,7 @@ def test_wrong_arguments(strategy, rank, torch, mt):
         (TypeError, "overlap", lambda: wrap(sgd, overlap="yes")),
         (ValueError, "accumulate inside", lambda: two_passes.step(x.sum)),
         (TypeError, an_optimizer, lambda: share_state(model)),
+        (ValueError, "doesn't match the size", lambda: share_state(sizes)),
         (TypeError, "cannot be pickled", lambda: copy.deepcopy(wrap(sgd))),
         (TypeError, "`optimizer.state_dict()`", lambda: pickle.dumps(wrap(sgd))),
     ]:
