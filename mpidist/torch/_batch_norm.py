@@ -95,8 +95,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> Any:
         """Return the normalized input. Collective in training."""
-        stored = self.running_mean is not None and self.running_var is not None
-        if not self.training and stored:
+        if not self.training:  # also without running statistics: as torch's
             return super().forward(input)
         return self._in_training(input)
 
@@ -122,7 +121,7 @@ class SyncBatchNorm(_BatchNorm):
         centred = x - mean.view(shape)
         squares = _SumOverRanks.apply(group, centred.square().sum(axes), _CALL)
         variance = squares / count
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._update(mean.detach(), variance.detach() * (count / (count - 1)))
         y = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:

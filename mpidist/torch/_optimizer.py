@@ -227,7 +227,7 @@ class DistributedOptimizer(_AnyOptimizer):
 
         For what a program does with the gradients of all ranks before the step: to clip
         them, to log their norm, to undo the scale of a `torch.amp.GradScaler`. It is
-        called after `backward` (Horovod's method of the same name). Collective, but
+        called after ``backward`` (Horovod's method of the same name). Collective, but
         before the k-th backward pass it does nothing. The next backward pass has to be
         followed by another call, also if the program leaves out the step.
         """
