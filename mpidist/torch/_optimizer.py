@@ -20,7 +20,13 @@ from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import compare_in_step
 from mpidist.torch._overlap import Overlap, set_hooks, warn
-from mpidist.torch._tensors import BROADCAST, Named, check_op, reduce_gradients
+from mpidist.torch._tensors import (
+    BROADCAST,
+    Named,
+    check_op,
+    is_stepped,
+    reduce_gradients,
+)
 
 # `Any` for type checkers: an optimizer around one of another class replaces it in
 # `optimizer = DistributedOptimizer(optimizer)`.
@@ -346,5 +352,5 @@ class DistributedOptimizer(_AnyOptimizer):
         return [
             (self._names.get(id(p), f"parameter {i}"), p)
             for i, p in enumerate(parameters)
-            if p.requires_grad or p.grad is not None  # with which torch makes a step
+            if is_stepped(p)
         ]

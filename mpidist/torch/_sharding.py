@@ -42,6 +42,7 @@ from mpidist.torch._sharded_state import (
     text_of_settings,
     unpack,
 )
+from mpidist.torch._tensors import is_stepped
 
 
 class _Sequence(NamedTuple):
@@ -331,7 +332,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Return this rank's elements of the sequences that may have changed."""
         own = {}
         for i, (parameters, divided) in enumerate(self._sequences):
-            if not any(p.requires_grad or p.grad is not None for p in parameters):
+            if not any(map(is_stepped, parameters)):
                 continue
             pieces = [
                 parameters[place].detach().reshape(-1)[start:stop]

@@ -287,6 +287,11 @@ def check_op(op: ReduceOp | str, call: str) -> ReduceOp:
     return checked
 
 
+def is_stepped(parameter: torch.Tensor) -> bool:
+    """Return whether a step may change a parameter: torch goes by the gradient, too."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def named_parameters(module: Parameters, call: str) -> Named:
     """Return the parameters that have gradients, with their names.
 
@@ -304,7 +309,7 @@ def named_parameters(module: Parameters, call: str) -> Named:
     for _, parameter in named:
         is_tensor = guests.kind_of(parameter) == "torch"
         expect(is_tensor, call, "parameters", parameter, _WRITE_PARAMETERS)
-    named = [(name, p) for name, p in named if p.requires_grad or p.grad is not None]
+    named = [(name, p) for name, p in named if is_stepped(p)]
     if not named:
         raise ValueError(f"{call}: no parameter requires a gradient")
     return named
