@@ -190,6 +190,7 @@ def test_strategies_of_groups_are_told_apart(
         new_strategy(comm=half).run(all_reduce)
         if together:
             new_strategy().run(all_reduce)
+        MPI.COMM_WORLD.Barrier()  # rank 0 waits for parts that are there, when it ends
     half.Free()
     calls = reductions_in(merged(folder / "run.json"))
     members = {}
