@@ -325,11 +325,12 @@ def _scan(
     numbers = _numbers(directory, prefix)
     for name, number in numbers.items():
         path = os.path.join(directory, name)
-        if reader := _open(path, lambda reader: None):
+        reader = _open(path, lambda reader: None)
+        if reader is not None:  # one without arrays has a length of 0
             entries.append(_Entry(manifest_of(reader).saved_at_ns, number, path))
     entries.sort()
     while entries and (path := entries[-1].path) != verified:
-        if _open(path, CheckpointReader.verify):
+        if _open(path, CheckpointReader.verify) is not None:
             break
         entries.pop()
     return entries, max(numbers.values(), default=0)

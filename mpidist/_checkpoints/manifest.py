@@ -24,6 +24,7 @@ from mpidist._checkpoints.state_json import Json
 from mpidist._version import __version__
 
 MANIFEST: Final = "manifest.json"
+TEMPORARY: Final = ".tmp-"  # in names that begin with a dot
 ARRAY_FILE: Final = re.compile(r"arrays-(\d+)\.(npz|safetensors)")
 
 _KIND: Final = "mpidist checkpoint"
@@ -237,7 +238,8 @@ def checkpoints_in(directory: str) -> list[str]:
     return [
         name
         for name in names
-        if name[0] != "." and os.path.lexists(os.path.join(directory, name, MANIFEST))
+        if not (name.startswith(".") and TEMPORARY in name)
+        and os.path.lexists(os.path.join(directory, name, MANIFEST))
     ]
 
 

@@ -34,9 +34,7 @@ import stat
 from collections.abc import Callable
 
 from mpidist._base.errors import CheckpointError
-from mpidist._checkpoints.manifest import ARRAY_FILE, MANIFEST, read_manifest
-
-_MARK = ".tmp-"
+from mpidist._checkpoints.manifest import ARRAY_FILE, MANIFEST, TEMPORARY, read_manifest
 
 
 def replace(path: str, write: Callable[[str, int], None]) -> None:
@@ -105,7 +103,7 @@ def clean(parent: str, name: str) -> None:
         name: its name; "step-*" for "step-" and a number.
     """
     own = re.escape(name).replace(r"\*", r"\d+")
-    pattern = re.compile(rf"\.{own}{re.escape(_MARK)}[0-9a-f]{{8}}")
+    pattern = re.compile(rf"\.{own}{re.escape(TEMPORARY)}[0-9a-f]{{8}}")
     with contextlib.suppress(OSError):
         for found in os.listdir(parent):
             if pattern.fullmatch(found):
@@ -123,7 +121,7 @@ def sync_directory(path: str) -> None:
 
 def _beside(path: str) -> str:
     parent, name = os.path.split(path)
-    return os.path.join(parent, f".{name}{_MARK}{os.urandom(4).hex()}")
+    return os.path.join(parent, f".{name}{TEMPORARY}{os.urandom(4).hex()}")
 
 
 def _make_directories(path: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_objects import (
+    Iterator,
     checkpoint_of,
     expected_warnings,
     flip_in_array,
@@ -181,6 +182,21 @@ def test_errors_of_waiting_for_checkpoints(strategy, folder, rank):
     raises_everywhere(KeyError, lambda: wait(folder, timeout=0, timeout_fn={}.popitem))
 
 
+@on_ranks
+def test_checkpoints_without_arrays(strategy, folder):
+    """A reader of one is false, as an empty dict: managers never found them."""
+    progress = Iterator()
+    with strategy.scope():
+        checkpoint = mpidist.Checkpoint(progress=progress)
+        for number in range(3):
+            manager = mpidist.CheckpointManager(checkpoint, folder, max_to_keep=2)
+            newest = manager.restore_or_initialize()
+            assert (newest is None) == (number == 0)
+            assert newest == manager.latest_checkpoint
+            manager.save()
+    assert len(manager.checkpoints) == 2
+
+
 def test_latest_checkpoint_finds_those_of_all_names(tmp_path):
     checkpoint = mpidist.Checkpoint(v=mpidist.Variable(1.0))
     assert mpidist.latest_checkpoint(tmp_path) is None
@@ -197,6 +213,8 @@ def test_latest_checkpoint_finds_those_of_all_names(tmp_path):
         mpidist.load_checkpoint(mpidist.latest_checkpoint(tmp_path / "none"))
     assert mpidist.latest_checkpoint(tmp_path, "model") == path
     assert mpidist.latest_checkpoint(tmp_path, "best") is None
+    hidden = mpidist.Checkpoint(v=mpidist.Variable(1)).save(tmp_path / "b" / ".best")
+    assert mpidist.latest_checkpoint(tmp_path / "b") == hidden
     flip_in_array(tmp_path / "model-1", "v")
     with pytest.warns(RuntimeWarning, match=r"model-1.* is skipped"):
         assert mpidist.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt")
