@@ -77,7 +77,7 @@ class Packed:
     @property
     def number(self) -> int:
         """A number that differs if the state does."""
-        text = json.dumps(self.value, sort_keys=True)
+        text = json.dumps(_in_order(self.value), sort_keys=True)
         return mismatch.fingerprint(f"{text} {sorted(self.checksums.items())}")
 
 
@@ -232,6 +232,18 @@ def renamed(value: Json, names: dict[str, str]) -> Json:
         library, name, device = value["$tensor"]
         return {"$tensor": [library, names.get(name, name), device]}
     return {key: renamed(item, names) for key, item in value.items()}
+
+
+def _in_order(value: Json) -> Json:
+    """Return the JSON of a state with pairs of keys and values in an order of keys."""
+    if isinstance(value, list):
+        return [*map(_in_order, value)]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _in_order(x) for key, x in value.items()}
+    for tag in found.keys() & {"$dict", "$counter"}:
+        found[tag].sort(key=json.dumps)
+    return found
 
 
 def _decode_array(content: Json) -> HostArray:

@@ -241,7 +241,10 @@ def test_a_dict_with_another_order_on_one_rank(strategy, folder, rank):
     """Such as one made of a set: its arrays were taken for those of another state."""
     it = Iterator()
     values = {"a": np.zeros(3000), "b": np.ones(3000)}
-    it.state = lambda: {key: values[key] for key in ("ba" if rank else "ab")}
+    it.state = lambda: {
+        **{key: values[key] for key in ("ba" if rank else "ab")},
+        "numbers": {key: [key] for key in ((2, 1) if rank else (1, 2))},
+    }
     with strategy.scope():
         mpidist.Checkpoint(it=it).save(folder / "a")
     if rank == 0:
