@@ -101,18 +101,8 @@ def group_of(items: Iterable[Item], call: str) -> ReplicaGroup | None:
 
 def containers(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, object]]:
     """Yield what contains other objects, each once, with its name."""
-    children: Iterable[tuple[object, object]]
-    if isinstance(value, Module):
-        children = vars(value).items()
-    elif own := getattr(type(value), "__checkpoint_objects__", None):
-        children = own(value).items()
-    elif isinstance(value, Mapping):
-        children = value.items()
-    elif isinstance(value, (list, tuple, collections.deque)):
-        children = enumerate(value)
-    else:
-        return
-    if id(value) not in seen:
+    children = vars(value).items() if isinstance(value, Module) else _children(value)
+    if children is not None and id(value) not in seen:
         seen.add(id(value))
         yield name, value
         for key, child in children:
@@ -167,9 +157,11 @@ def _parts_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
     elif item := guest_items.item_of(name, value):
         item.owner = None if isinstance(value, Held) else value
         yield item
-    elif (nested := _children(name, value)) is not None:
-        for child_name, child in nested:
-            yield from _items_of(f"{name}/{child_name}", child, unmade)
+    elif (children := _children(value)) is not None:
+        for key, child in children:
+            expected = f"the keys of {name!r} to be str or int"
+            expect(isinstance(key, (str, int)), "Checkpoint", expected, key)
+            yield from _items_of(f"{name}/{key}", child, unmade)
     elif methods := _state_methods(value):
         get, put = (getattr(value, method) for method in methods)
         merge = getattr(value, "merge_states", None)
@@ -187,19 +179,16 @@ def _state_methods(value: object) -> tuple[str, str] | None:
     return None
 
 
-def _children(name: str, value: object) -> list[tuple[str, object]] | None:
+def _children(value: object) -> Iterable[tuple[object, object]] | None:
     """Return the entries of a list, tuple, dict, or another checkpoint."""
     own = getattr(type(value), "__checkpoint_objects__", None)  # of a Checkpoint
     if own is not None:
-        return list(_entries(own(value)))
+        return _entries(own(value))
     if isinstance(value, Mapping):
-        for key in value:
-            expected = f"the keys of {name!r} to be str or int"
-            expect(isinstance(key, (str, int)), "Checkpoint", expected, key)
-        return [(str(key), child) for key, child in value.items()]
+        return value.items()
     if isinstance(value, (list, tuple, collections.deque)):
-        fields = getattr(value, "_fields", None) or map(str, range(len(value)))
-        return list(zip(fields, value, strict=True))
+        fields = getattr(value, "_fields", None) or range(len(value))
+        return zip(fields, value, strict=True)
     return None
 
 

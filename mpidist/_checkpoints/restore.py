@@ -46,7 +46,6 @@ from mpidist._values.variable import storage_of, when_made
 
 _numbers: Final = itertools.count(1)
 _all: Final[weakref.WeakValueDictionary[int, Restore]] = weakref.WeakValueDictionary()
-_groups: Final[weakref.WeakSet[ReplicaGroup]] = weakref.WeakSet()
 
 
 @record
@@ -234,7 +233,6 @@ class Restore:
             self._root().__when_attached__(self)
             self._watch()
             _all[self.number] = self
-            _groups.add(self.group)
         else:
             self._reader = None
 
@@ -441,7 +439,7 @@ def _pending() -> list[Restore]:
 
 def _note(storage: VariableStorage) -> None:
     """Have the next `run` look for what a new variable has in a checkpoint."""
-    if storage.group in _groups:
+    if any(x.group is storage.group for x in _pending()):
         storage.first = checksums.summarize(storage.array)
         storage.group.before_run = functools.partial(_look, storage.group)
 
