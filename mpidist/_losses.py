@@ -202,10 +202,8 @@ def _share(losses: Array, divisor: int) -> Nest:
     Of no rows it is 0.
     """
     losses, divisor = (losses, divisor) if divisor else (losses[:0], 1)
-    is_float = backend.number_kind(losses.dtype) in "fc"
-    wide = losses.dtype if is_float and losses.dtype.itemsize > 2 else np.float32
-    result = losses.dtype if is_float else np.dtype(np.float64)
-    share = losses.sum(dtype=wide if is_float else result)
+    result = backend.as_floating(losses.dtype)
+    share = losses.sum(dtype=backend.widened(result))
     return (share / divisor).astype(result)
 
 

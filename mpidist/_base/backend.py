@@ -23,7 +23,7 @@ ArrayModule: TypeAlias = Any
 
 _A = TypeVar("_A", bound=Array)
 _MANTISSA_OF_X87: Final = 63
-_REAL_AND_COMPLEX: Final = "biufc"
+_NUMBERS: Final = "biufc"  # kinds of dtypes, from narrow to wide
 
 
 def seed(number: int) -> None:
@@ -61,7 +61,7 @@ def as_real(x: object) -> float | None:
     if getattr(x, "shape", None) != () or isinstance(x, np.generic):
         return None
     array = as_array(x, "a setting")[0]
-    return float(to_host(array)) if array.dtype.kind in "iuf" else None
+    return float(to_host(array)) if number_kind(array.dtype) in "iuf" else None
 
 
 def is_number(x: object) -> bool:
@@ -90,8 +90,8 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
         TypeError: if it is anything else; the message says what to write.
         OverflowError: if a Python int does not fit into 64 bits.
     """
-    if type(x) is np.ndarray and x.dtype.isnative and x.dtype.kind in _REAL_AND_COMPLEX:
-        return x, "array"
+    if type(x) is np.ndarray and x.dtype.isbuiltin == 1 and x.dtype.kind in _NUMBERS:
+        return x, "array"  # of a dtype of NumPy's, in native byte order
     if is_device_array(x):
         return x, "array"
     if isinstance(x, np.ma.MaskedArray):
@@ -108,7 +108,7 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
     if isinstance(x, (bool, int, float, complex)):
         array = np.asarray(x)
         # NumPy converts ints beyond int64 to uint64, whose sums would wrap.
-        if array.dtype.kind not in _REAL_AND_COMPLEX or array.dtype == np.uint64:
+        if array.dtype.kind not in _NUMBERS or array.dtype == np.uint64:
             raise OverflowError(
                 f"{call}: the int {x} does not fit into int64 (64 bits); convert it "
                 "to float first"
@@ -163,7 +163,7 @@ def _not_an_array(x: object) -> str:
 
 def check_dtype(dtype: DType, call: str) -> None:
     """Raise a TypeError if a dtype does not hold numbers."""
-    if number_kind(dtype) in _REAL_AND_COMPLEX:
+    if number_kind(dtype) in _NUMBERS:
         return
     raise TypeError(
         f"{call}: arrays of dtype {dtype} cannot be communicated; expected a bool, "
@@ -185,6 +185,28 @@ def number_kind(dtype: DType) -> str:
 def is_bfloat16(dtype: DType) -> bool:
     """Return whether this is the bfloat16 of ml_dtypes."""
     return bool(dtype.kind == "V" and dtype.name == "bfloat16")
+
+
+def fits(x: Any, dtype: DType) -> bool:
+    """Return whether values may be cast: to the same kind of dtype, or a wider one.
+
+    Integers may be cast to integers if they are in the dtype's range.
+    """
+    own, wanted = number_kind(x.dtype), number_kind(dtype)
+    if own in "iu" and wanted in "iu":
+        limits = np.iinfo(dtype)
+        return not x.size or limits.min <= int(x.min()) <= int(x.max()) <= limits.max
+    return 0 <= _NUMBERS.find(own) <= _NUMBERS.find(wanted)
+
+
+def as_floating(dtype: DType) -> DType:
+    """Return a dtype if it is floating or complex, else float64: that of a mean."""
+    return dtype if number_kind(dtype) in "fc" else np.dtype(np.float64)
+
+
+def widened(dtype: DType) -> DType:
+    """Return the dtype that computes with a floating one: float32 for 16 bits."""
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 def restore(array: Array, kind: LeafKind) -> Nest:
@@ -288,8 +310,6 @@ def synchronize(x: Array) -> None:
 
 def as_bytes(x: _A) -> _A:
     """View a C-contiguous array as one dimension of uint8, without a copy."""
-    if x.dtype.kind == "V":
-        x = x.view(f"u{x.dtype.itemsize}")
     return x.reshape(-1).view(np.uint8)
 
 

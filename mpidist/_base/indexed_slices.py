@@ -119,9 +119,6 @@ def _combine(array: HostArray, how: str, indices: HostArray, values: HostArray) 
     elif how == "div" and array.dtype.kind in "iu":
         for index, row in zip(indices, values.copy(), strict=True):  # may be a view
             array[index] = _divide(array[index], row)
-    elif how == "div" and backend.is_bfloat16(array.dtype):
-        for index, row in zip(indices, values.copy(), strict=True):
-            array[index] = array[index] / row
     else:
         _UFUNCS[how].at(array, indices, values)
 

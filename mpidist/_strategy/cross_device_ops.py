@@ -349,8 +349,8 @@ class ReductionToOneDevice(CrossDeviceOps):
             return None
         total = backend.as_array(accumulate(list(rows)), call)[0]
         result = _zeros_like_result(op, x, call)
-        wrong = result.dtype.kind in "biu" and total.dtype.kind in "fc"  # rounded
-        if wrong or tuple(total.shape) != tuple(x.shape):
+        fits = backend.fits(total, result.dtype)
+        if not fits or tuple(total.shape) != tuple(x.shape):
             raise ValueError(
                 f"{call}: expected a result of shape {tuple(x.shape)} for "
                 f"{result.dtype}, got {backend.describe(total)}"

@@ -130,7 +130,7 @@ def _fold_rows(
 
 def _checked(returned: object, rows: Array, call: str) -> Array:
     x, kind = backend.as_array(returned, f"{call}, the result of the function")
-    if kind == "number" and x.dtype.kind == rows.dtype.kind:
+    if kind == "number" and backend.fits(x, rows.dtype):
         x = x.astype(rows.dtype)  # Python's float for a 0-d float32
     if x.dtype != rows.dtype or x.shape != rows.shape[1:]:
         one = backend.describe(rows[0, ...])

@@ -17,7 +17,7 @@ from mpidist._base.errors import level_of_caller
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.threads import ReplicaLocal
-from mpidist._base.types import Array, DType, Nest, Shape, record
+from mpidist._base.types import Array, Nest, Shape, record
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._runtime.context import Frame, Level
 from mpidist._values.array_like import to_plain
@@ -208,7 +208,7 @@ def convert(
             f"{backend.describe(x)}; write `numpy.full({shape}, value)` to "
             "spread a number over the array"
         )
-    if x.dtype != dtype and not _fits(x, dtype):
+    if x.dtype != dtype and not backend.fits(x, dtype):
         raise ValueError(
             f"{call}: expected a value that fits into {dtype.name}, got "
             f"{backend.describe(x)}; make the variable with `dtype={x.dtype.name!r}`, "
@@ -278,19 +278,6 @@ def _as_array(value: Nest, call: str) -> Array:
     value = to_plain(value)
     listed = isinstance(value, (list, tuple))
     return backend.as_array(np.asarray(value) if listed else value, call)[0]
-
-
-def _fits(x: Any, dtype: DType) -> bool:
-    """Return whether values may be cast: to the same kind of dtype, or a wider one.
-
-    Integers may be cast to integers if they are in the dtype's range.
-    """
-    kinds = [backend.number_kind(one) for one in (x.dtype, dtype)]
-    if all(kind in "iu" for kind in kinds):
-        limits = np.iinfo(dtype)
-        return not x.size or limits.min <= int(x.min()) <= int(x.max()) <= limits.max
-    own, wanted = map("biufc".find, kinds)
-    return own <= wanted
 
 
 def initial_array(

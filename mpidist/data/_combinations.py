@@ -218,8 +218,7 @@ def _padding(value: Any, dtype: DType) -> Any:
     if value is None:
         return "" if dtype.kind == "U" else b"" if dtype.kind == "S" else 0
     given = np.asarray(as_leaf(value, _PADDED))
-    fits = given.shape == () and can_have(given, dtype)
-    if not fits or (dtype.kind in "iu" and given.astype(dtype) != given):
+    if given.shape != () or not can_have(given, dtype):
         raise TypeError(
             f"{_PADDED}: expected `padding_values` of one {dtype}, got {value!r}"
         )

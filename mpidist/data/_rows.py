@@ -380,15 +380,11 @@ def longest_text(dtype: DType, other: DType) -> DType:
 
 
 def can_have(array: HostArray, dtype: DType) -> bool:
-    """Return whether an array may be converted: to its kind, or to unsigned numbers.
-
-    These must have all its values; signed ones are wrapped, as by NumPy, which also
-    makes text of numbers.
-    """
-    if np.can_cast(array.dtype, dtype, "same_kind"):
-        return array.dtype.kind in "SU" or dtype.kind not in "SU"
-    is_exact = array.dtype.kind == "i" and dtype.kind == "u"
-    return is_exact and bool((array.astype(dtype) == array).all())
+    """Return whether an array may be converted; NumPy makes text of numbers."""
+    if all(backend.number_kind(one) in "biufc" for one in (array.dtype, dtype)):
+        return backend.fits(array, dtype)
+    is_text = array.dtype.kind in "SU" or dtype.kind not in "SU"
+    return is_text and np.can_cast(array.dtype, dtype, "same_kind")
 
 
 def name_of_dtype(dtype: DType) -> str:

@@ -13,7 +13,7 @@ from mpidist._base import backend, checksums
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.names import listed
-from mpidist._base.types import Array, DType, Nest
+from mpidist._base.types import Array, Nest
 from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -27,11 +27,6 @@ APPLY: Final = "apply_gradients"
 array_functions: Final[ModuleType] = np
 Gradient: TypeAlias = Nest
 """An array, a number, a distributed value of these, or None; never a container."""
-
-
-def compute_dtype(dtype: DType) -> DType:
-    """Return the dtype that steps are computed in and slots are stored in."""
-    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 def number(

@@ -42,9 +42,9 @@ def clip_by_global_norm(
         use_norm: the global norm, if it is known already.
 
     Returns:
-        The nest with new arrays of the same dtypes (None stays), and the norm before
-        clipping: a float64 scalar, computed in float64, on the gradients' device; or
-        ``use_norm``.
+        The nest with new arrays of the same dtypes (float64 for integers; None stays),
+        and the norm before clipping: a float64 scalar, computed in float64, on the
+        gradients' device; or ``use_norm``.
 
     Raises:
         TypeError: if a gradient is not an array (a PerReplica is not one).
@@ -155,9 +155,7 @@ def clip_scale(norm: Array, clip_norm: float) -> Array:
 
 
 def _scaled(x: Array, scale: Array) -> Array:
-    dtype = x.dtype if x.dtype.kind in "fc" else np.dtype(np.float64)
-    if backend.is_bfloat16(x.dtype):
-        dtype = x.dtype
-    wide = np.float32 if dtype.itemsize == 2 else dtype
+    dtype = backend.as_floating(x.dtype)
+    wide = backend.widened(dtype)
     product = array_functions.multiply(x.astype(wide, copy=False), scale.astype(wide))
     return product.astype(dtype, copy=False)

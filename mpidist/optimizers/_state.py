@@ -30,7 +30,6 @@ from mpidist.optimizers._arguments import (
     GivenGradients,
     array_functions,
     as_gradient,
-    compute_dtype,
 )
 from mpidist.optimizers._clipping import blocks, norm_scratch, scales_for
 
@@ -103,7 +102,7 @@ def _lay_out(
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         flat = backend.flat(array_of(variables[index]))[parts[index]]
         flat_slots = [backend.flat(array_of(slot)) for slot in slots[index]]
-        dtype = compute_dtype(flat.dtype)
+        dtype = backend.widened(flat.dtype)
         narrow = dtype != flat.dtype
         for part in blocks(flat):
             if dtype not in scratch:
@@ -158,7 +157,7 @@ class State:
         iterations: Variable | None,
     ) -> None:
         def make_slot(variable: Variable, part: slice, what: str) -> Variable:
-            dtype, slot = compute_dtype(variable.dtype), f"{name}/{what}"
+            dtype, slot = backend.widened(variable.dtype), f"{name}/{what}"
             if not self._is_sharded:
                 return Variable(
                     lambda: np.zeros(variable.shape, dtype), trainable=False, name=slot
@@ -312,7 +311,7 @@ class State:
                 numbers = constants[self._decayed[index]]
                 gradient = gradient.reshape(-1)
                 if scale is not None:
-                    scale = scale.astype(compute_dtype(gradient.dtype))
+                    scale = scale.astype(backend.widened(gradient.dtype))
                 for block in self._blocks[index]:
                     _update(block, formula, gradient, scale, limit, numbers)
             count = array_of(self.iterations)

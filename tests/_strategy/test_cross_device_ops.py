@@ -3,6 +3,7 @@
 import numpy as np
 import posing
 import pytest
+from ml_dtypes import bfloat16
 from replicas import (
     ON_READ,
     SUM,
@@ -299,17 +300,22 @@ def test_reduction_to_one_device(strategy, strategy_with, rank, size):
 
 
 @pytest.mark.parametrize("destination", ["center", "others", "all"])
-@pytest.mark.parametrize("what", ["raises", "wrong shape", "fractions", "no array"])
+@pytest.mark.parametrize(
+    "what", ["raises", "wrong shape", "fractions", "beyond", "no array"]
+)
 def test_accumulation_functions_that_fail(strategy, rank, size, destination, what):
     """They run on one rank; all ranks raise, at this very call."""
 
     def accumulate(values):
         if what == "raises":
             raise KeyError("on purpose")
-        return {"wrong shape": np.ones(7), "fractions": np.ones(2)}.get(what, "text")
+        wrong = {"fractions": np.ones(2, bfloat16), "beyond": np.full(2, 2**40)}
+        return wrong.get(what, np.ones(7) if what == "wrong shape" else "text")
 
     ops = mpidist.ReductionToOneDevice(accumulation_fn=accumulate)
-    x = strategy.run(lambda: np.ones(2, int if what == "fractions" else float))
+    x = strategy.run(
+        lambda: np.ones(2, "i4" if what in ("fractions", "beyond") else "f8")
+    )
     devices = strategy.extended.worker_devices
     to = {"center": devices[0], "others": devices[-1], "all": x}[destination]
     kind = {"raises": KeyError, "no array": TypeError}.get(what, ValueError)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 from replicas import (
     all_reduce,
     assert_usable,
@@ -59,6 +60,9 @@ def test_nests_numbers_and_dtypes(strategy, rank, size):
     number, empty, point = result["list"]
     assert (type(number), number) == (np.float32, 0.0)
     assert (empty.shape, empty.dtype) == ((2, 0), tree["list"][1].dtype)
+    one = np.asarray(rank + 1.0, bfloat16)
+    product = all_reduce(strategy, lambda a, b: float(a * b), one)
+    assert (product.dtype, float(product)) == (bfloat16, math.factorial(size))
     assert (point.shape, point[()]) == ((), math.prod(i + 2j for i in range(size)))
     assert result["byte"].dtype == np.uint8
     assert all_reduce(strategy, np.add, {}) == {}

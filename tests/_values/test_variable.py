@@ -75,6 +75,9 @@ def test_bfloat16(strategy, rank, size):
     assert "bfloat16" in repr(v)
     whole = make(strategy, [1, 2])
     raises_everywhere(ValueError, lambda: whole.assign(v), "expected a value that fits")
+    for name in ("float8_e5m2", "float8_e4m3fn"):  # NumPy says that one is a float
+        x = np.array([1.5, 2.5], getattr(ml_dtypes, name))
+        raises_everywhere(TypeError, lambda x=x: whole.assign(x), f"of dtype {name}")
     assert_mirrored(strategy, whole, [1, 2])
 
 

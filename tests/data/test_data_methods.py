@@ -198,9 +198,10 @@ def test_from_generator_converts_to_its_signature():
     assert ArraySpec((), INT, name="x") == ArraySpec((), INT)
     bytes_of_ints = generated([1, 255], output_types=np.uint8)
     assert [(x.dtype.name, x.tolist()) for x in bytes_of_ints] == [("uint8", [1, 255])]
-    for wrong in ([256], [-1], [1.5]):
-        with pytest.raises(TypeError, match="expected elements of dtype uint8"):
-            list(generated(wrong, output_types=np.uint8))
+    for dtype, wrong in (("u1", 256), ("u1", -1), ("u1", 1.5), ("i1", 300)):
+        name = np.dtype(dtype).name
+        with pytest.raises(TypeError, match=f"expected elements of dtype {name}"):
+            list(generated([wrong], output_types=dtype))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_settings_cannot_be_assigned(name):
 def test_the_learning_rate_is_assigned_as_in_keras():
     sgd = mpidist.optimizers.SGD(0.2)
     before = sgd.learning_rate
-    before.assign(np.float32(0.5))
+    before.assign(np.asarray(0.5, ml_dtypes.bfloat16))
     assert (before, sgd.learning_rate, repr(before)) == (0.2, 0.5, "0.2")
     assert type(copy.deepcopy(before)) is float
     sgd.learning_rate.assign(lambda step: 0.25)
