@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mpidist._base import backend
-from mpidist._base.reduce_op import COMBINE, MPIOp, ReduceOp
+from mpidist._base.reduce_op import MPIOp, ReduceOp
 from mpidist._base.types import Array, DType, Shape
 from mpidist._collectives.compression import Compression
 from mpidist._collectives.dtype_table import Reduction
@@ -40,7 +40,7 @@ class Bucket:
 
     Attributes:
         wire: the dtype of the buffer.
-        operation: of MPI; or "gather": one leaf, whose values are gathered.
+        operation: of MPI.
         compression: of a buffer that is sent as 16-bit floats.
         is_direct: whether it is one leaf that is reduced from the array to the result.
     """
@@ -49,7 +49,7 @@ class Bucket:
     offsets: tuple[int, ...]
     size: int
     wire: DType
-    operation: str
+    operation: MPIOp
     compression: Compression | None = None
     is_direct: bool = False
 
@@ -75,11 +75,11 @@ def plan_buckets(
     def is_plain(index: int, lossy: bool) -> bool:
         return root is None and not lossy and leaves[index].reduction.encoding == "none"
 
-    groups: dict[tuple[DType, str, bool, bool], list[int]] = {}
+    groups: dict[tuple[DType, MPIOp, bool, bool], list[int]] = {}
     for index, leaf in enumerate(leaves):
         reduction = leaf.reduction
         lossy = compress is not None and leaf.compressible
-        key = (reduction.wire, reduction.mpi, leaf.on_device, lossy)
+        key = (reduction.wire, reduction.combining, leaf.on_device, lossy)
         groups.setdefault(key, []).append(index)
     buckets: list[Bucket] = []
     for (wire, operation, on_device, lossy), members in groups.items():
@@ -88,7 +88,7 @@ def plan_buckets(
         for index in members:
             size = leaves[index].size
             is_large = size * wire.itemsize >= _LEAST_UNPACKED and not on_device
-            if operation == "gather" or (is_large and is_plain(index, lossy)):
+            if is_large and is_plain(index, lossy):
                 buckets.append(Bucket((index,), (0,), size, wire, operation))
                 continue
             if bucket is None or bucket.size + size > room:
@@ -99,8 +99,7 @@ def plan_buckets(
             bucket.offsets += (bucket.size,)
             bucket.size += size
     for bucket in buckets:
-        alone = len(bucket.leaves) == 1 and bucket.operation != "gather"
-        lossy = bucket.compression is not None
+        alone, lossy = len(bucket.leaves) == 1, bucket.compression is not None
         bucket.is_direct = alone and is_plain(bucket.leaves[0], lossy)
     return sorted(buckets, key=lambda bucket: not bucket.is_direct)
 
@@ -132,7 +131,7 @@ class BucketReduce(PreparedPlan[_Call]):
         # and a leaf that is in the same kind of memory.
         self._packed: dict[bool, tuple[int, int]] = {}
         for bucket in self._buckets:
-            if not bucket.is_direct and bucket.operation != "gather":
+            if not bucket.is_direct:
                 index = bucket.leaves[0]
                 on_device = self._leaves[index].on_device
                 nbytes = bucket.size * bucket.wire.itemsize
@@ -164,9 +163,6 @@ class BucketReduce(PreparedPlan[_Call]):
         together: dict[Transport, list[BufferReduction]] = {}
         for bucket in self._buckets:
             transport = self._transports.of(work.arrays[bucket.leaves[0]])
-            if bucket.operation == "gather":
-                self._gather(bucket.leaves[0], work, transport)
-                continue
             if bucket.is_direct:
                 reduction = self._unpacked(bucket.leaves[0], work)
                 together.setdefault(transport, []).append(reduction)
@@ -193,7 +189,6 @@ class BucketReduce(PreparedPlan[_Call]):
     def _unpacked(self, index: int, work: _Call) -> BufferReduction:
         x, result = work.arrays[index], work.results[index]
         reduction = self._leaves[index].reduction
-        assert reduction.mpi != "gather"
         source, target = None, backend.flat(result)
         if x.flags.c_contiguous and getattr(x.flags, "aligned", True):
             source = reduction.encode(backend.flat(x))
@@ -204,7 +199,9 @@ class BucketReduce(PreparedPlan[_Call]):
             reduction.decode(target[part], self._comm.size, target[part])
 
         then = divide if reduction.op is ReduceOp.MEAN else None
-        return BufferReduction(source, reduction.encode(target), reduction.mpi, then)
+        return BufferReduction(
+            source, reduction.encode(target), reduction.combining, then
+        )
 
     def _pack(self, bucket: Bucket, work: _Call) -> BufferReduction:
         memory = work.packed[self._leaves[bucket.leaves[0]].on_device]
@@ -221,27 +218,16 @@ class BucketReduce(PreparedPlan[_Call]):
                 for index, reduction, part in parts:
                     reduction.decode(part, self._comm.size, work.results[index])
 
-        operation: MPIOp = bucket.operation  # type: ignore[assignment]
-        return BufferReduction(None, packed, operation, unpack)
-
-    def _gather(self, index: int, work: _Call, transport: Transport) -> None:
-        """Gather all values and combine them in rank order: MPI cannot reduce them."""
-        size, x = self._comm.size, work.arrays[index]
-        send = backend.as_bytes(backend.contiguous(x))
-        receive = backend.empty_like(send, (send.size * size,), np.uint8)
-        transport.all_gather(send, receive, [send.size] * size)
-        values = backend.from_bytes(receive, x.dtype, (size, *x.shape))
-        operation = self._leaves[index].reduction.combining
-        combine: Callable[..., Array] = COMBINE[operation].reduce
-        if self._wanted:
-            combine(values, axis=0, out=work.results[index])
+        return BufferReduction(None, packed, bucket.operation, unpack)
 
 
 def buckets(resources: Resources, signature: Signature) -> BucketReduce | None:
     """Return the plan of a nest on GPUs that NCCL or a CUDA-aware MPI reduces."""
     transport = signature.transports.device
     reductions = [leaf.reduction for leaf in signature.leaves if leaf.on_device]
-    if not reductions or not all(transport.supports(r.wire, r.mpi) for r in reductions):
+    if not reductions or not all(
+        transport.supports(r.wire, r.combining) for r in reductions
+    ):
         return None
     return BucketReduce(resources, signature, transport.name)
 

@@ -10,7 +10,7 @@ int32, int64           itself    float64   itself        itself
 uint32, uint64         itself    float64   ordered int   itself
 float16, bfloat16      float32   float32   ordered i32   float32
 float32, float64       itself    itself    ordered int   itself
-longdouble             itself    itself    gathered      itself
+longdouble             itself    itself    by the core   itself
 complex                itself    itself    refused       itself
 =====================  ========  ========  ============  ========
 
@@ -25,7 +25,7 @@ MAX of NaN, or of 0.0 and -0.0, give, and its answer may differ from rank to ran
 integers have no such cases. NaN wins, as in `numpy.maximum`, and -0.0 < 0.0. (The
 mapping of IEEE 754 numbers to integers: https://stereopsis.com/radix.html; IEEE
 754-2019, section 5.10.)
-longdouble has no integer of its size: it is gathered and reduced in rank order.
+longdouble has no integer of its size: MPI calls the core's function.
 """
 
 from __future__ import annotations
@@ -37,19 +37,17 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mpidist import _native
 from mpidist._base import backend
 from mpidist._base.reduce_op import RULES, MPIOp, ReduceOp
 from mpidist._base.types import Array, DType, record
 
-Encoding = Literal["none", "cast", "order", "bool"]
+Encoding = Literal["none", "cast", "order"]
 
 # Also of CuPy arrays, which NumPy's types do not know.
 _divide: Final[Callable[..., object]] = np.true_divide
 _LEAST_INTEGER: Final = 4  # bytes of the smallest that every MPI adds as NumPy does
-_INTEGER_OF_SIZE: Final[dict[int, DType]] = {
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
+_MOST_ORDERED: Final = 8  # bytes of the largest
 
 
 @record
@@ -62,8 +60,7 @@ class Reduction:
         compute: dtype that the input is cast to first.
         wire: dtype of the buffer that travels.
         result: dtype of the result.
-        encoding: how ``dtype`` becomes ``wire``.
-        mpi: name of the MPI operation, or "gather" to reduce gathered values.
+        encoding: how ``dtype`` becomes ``wire``: by a cast, or in the same order.
     """
 
     op: ReduceOp
@@ -72,7 +69,6 @@ class Reduction:
     wire: DType
     result: DType
     encoding: Encoding
-    mpi: MPIOp | Literal["gather"]
 
     @property
     def combining(self) -> MPIOp:
@@ -81,38 +77,25 @@ class Reduction:
 
     def encode(self, x: Array, out: Array | None = None) -> Array:
         """Return ``x`` in the dtype that travels, in ``out`` where it is given."""
-        if self.encoding == "none":
-            # C's long and long long may be one dtype, but are two of MPI's types.
-            result = x if x.dtype.char == self.wire.char else x.view(self.wire)
-        elif self.encoding == "bool":
-            result = x.view(np.uint8)
-        elif self.encoding == "cast":
-            result = x if out is not None else x.astype(self.wire)
-        else:
-            result = self._to_ordered(x.astype(self.compute, copy=False))
-        if out is None:
-            return result
-        out[...] = result
-        return out
+        if self.encoding == "order":
+            x = self._to_ordered(x.astype(self.compute, copy=False))
+        if out is not None:
+            out[...] = x
+            return out
+        if self.encoding == "cast":
+            return x.astype(self.wire)
+        # C's long and long long may be one dtype, but are two of MPI's types.
+        return x if x.dtype.char == self.wire.char else x.view(self.wire)
 
     def decode(self, reduced: Array, num_replicas: int, out: Array) -> None:
         """Write what came back into ``out``, dividing it for MEAN."""
         if self.op is ReduceOp.MEAN:
-            if reduced.dtype == out.dtype:
-                _divide(reduced, self._count(num_replicas), out=out)
-            else:
-                out[...] = (reduced / self._count(num_replicas)).astype(out.dtype)
-        elif self.encoding == "bool":
-            out[...] = reduced.view(np.bool_)
+            count = self.wire.type(num_replicas)
+            _divide(reduced, count, out=out, casting="unsafe")
         elif self.encoding == "order":
-            out[...] = self._from_ordered(reduced).astype(out.dtype, copy=False)
-        elif reduced.dtype == out.dtype:
-            out[...] = reduced
+            out[...] = self._from_ordered(reduced)
         else:
-            out[...] = reduced.astype(out.dtype)
-
-    def _count(self, num_replicas: int) -> np.generic:
-        return self.wire.type(num_replicas)
+            out[...] = reduced
 
     def _to_ordered(self, x: Array) -> Array:
         xp = backend.module_of(x)
@@ -142,22 +125,14 @@ def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
     backend.check_dtype(dtype, call)
 
     def entry(
-        compute: npt.DTypeLike,
-        *,
-        wire: npt.DTypeLike | None = None,
-        result: npt.DTypeLike | None = None,
-        encoding: Encoding = "none",
-        mpi: Literal["gather"] | None = None,
+        compute: npt.DTypeLike, result: DType = dtype, *, ordered: bool = False
     ) -> Reduction:
-        return Reduction(
-            op=op,
-            dtype=dtype,
-            compute=np.dtype(compute),
-            wire=np.dtype(compute if wire is None else wire),
-            result=np.dtype(dtype if result is None else result),
-            encoding=encoding,
-            mpi=mpi or RULES[op].combining,
-        )
+        computed = np.dtype(compute)
+        encoding: Encoding = "none" if computed == dtype else "cast"
+        if not ordered:
+            return Reduction(op, dtype, computed, computed, result, encoding)
+        wire = np.dtype(f"i{computed.itemsize}")
+        return Reduction(op, dtype, computed, wire, result, "order")
 
     extreme = op in (ReduceOp.MIN, ReduceOp.MAX)
     kind = backend.number_kind(dtype)
@@ -167,28 +142,24 @@ def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
                 f"{call}: {op.name} of bool is not defined; write `x.astype(int)` to "
                 "count, or ReduceOp.MAX for any and ReduceOp.MIN for all"
             )
-        return entry(np.bool_, wire=np.uint8, encoding="bool")
-    if kind == "c":
-        if extreme:
-            raise TypeError(
-                f"{call}: {op.name} of {dtype.name} is not defined, complex numbers "
-                "have no order; reduce `abs(x)` or the real and imaginary parts"
-            )
-        return entry(dtype)
+        return entry(np.uint8)
+    if kind == "c" and extreme:
+        raise TypeError(
+            f"{call}: {op.name} of {dtype.name} is not defined, complex numbers have "
+            "no order; reduce `abs(x)` or the real and imaginary parts"
+        )
     if kind in "iu":
         if op is ReduceOp.MEAN:
-            return entry(np.float64, result=np.float64, encoding="cast")
+            mean = backend.as_floating(dtype)
+            return entry(mean, mean)
         if dtype.itemsize < _LEAST_INTEGER and not extreme:
-            return entry(np.int32 if kind == "i" else np.uint32, encoding="cast")
-        if kind == "u" and extreme:
-            return entry(dtype, wire=f"i{dtype.itemsize}", encoding="order")
-        return entry(dtype)
-    if dtype.itemsize == 2:
-        if extreme:
-            return entry(np.float32, wire=np.int32, encoding="order")
-        return entry(np.float32, encoding="cast")
-    if not extreme:
-        return entry(dtype)
-    if dtype.itemsize not in _INTEGER_OF_SIZE:
-        return entry(dtype, mpi="gather")
-    return entry(dtype, wire=_INTEGER_OF_SIZE[dtype.itemsize], encoding="order")
+            return entry(np.int32 if kind == "i" else np.uint32)
+        return entry(dtype, ordered=kind == "u" and extreme)
+    compute = backend.widened(dtype)
+    ordered = extreme and compute.itemsize <= _MOST_ORDERED
+    if extreme and not ordered and not _native.available():
+        raise TypeError(
+            f"{call}: {op.name} of {dtype.name} needs the native core; "
+            f"{_native.ADVICE}; or write `x.astype(float)`"
+        )
+    return entry(compute, ordered=ordered)

@@ -63,7 +63,7 @@ class Leaf:
         dtype, wire = self.reduction.dtype, self.reduction.wire
         floats = backend.number_kind(dtype) == "f" and wire.itemsize in (4, 8)
         large = self.size * wire.itemsize > LEAST_BYTES and not self.on_device
-        return floats and large and self.reduction.mpi == "SUM"
+        return floats and large and self.reduction.combining == "SUM"
 
 
 class CoreNest:

@@ -30,6 +30,7 @@ from mpidist._mpi.allreduce_algorithm import (
     fastest_algorithm,
 )
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
+from mpidist._mpi.ops import op_of
 from mpidist._mpi.requests import Transfer, Waiter
 
 Buffer: TypeAlias = Array
@@ -182,7 +183,7 @@ class BufferCollectives:
         for part in self._pieces(receive, Algorithm(False, 1, MOST_PIECE, NEVER)):
             source = self._mpi.IN_PLACE if send is None else send[part]
             self._block(
-                self.comm.Allreduce, source, receive[part], getattr(self._mpi, op)
+                self.comm.Allreduce, source, receive[part], op_of(receive.dtype, op)
             )
             reduction.conclude(part)
 
@@ -206,7 +207,7 @@ class BufferCollectives:
         else:
             source = send[part]
         transfer = self.start(
-            self.comm.Iallreduce, source, target, getattr(self._mpi, op)
+            self.comm.Iallreduce, source, target, op_of(target.dtype, op)
         )
         yield
         self.finish(transfer)
@@ -272,7 +273,7 @@ class BufferCollectives:
         """Reduce ``buffer`` of all ranks into that of the root; others keep theirs."""
         if self.size == 1 or not buffer.size:
             return
-        mpi_op = getattr(self._mpi, op)
+        mpi_op = op_of(buffer.dtype, op)
 
         def arguments(part: Buffer) -> tuple[Any, ...]:
             if self.rank == root:

@@ -15,15 +15,12 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import _native
+from mpidist._base.reduce_op import MPIOp
+from mpidist._base.types import DType
 from mpidist._mpi.library import mpi_module
 
-# The dtypes for which MPI's own operation gives the results of NumPy.
-_OWN: Final = {
-    "SUM": frozenset(("f4", "f8", "i4", "i8", "u4", "u8", "c8", "c16")),
-    "PROD": frozenset(("i4", "i8", "u4", "u8")),
-    "MIN": frozenset(("i4", "i8")),
-    "MAX": frozenset(("i4", "i8")),
-}
+# The dtypes whose sums are right in every MPI, which may have hardware for them.
+_ADDED: Final = frozenset(("f4", "f8", "i4", "i8", "u4", "u8", "c8", "c16"))
 
 
 @functools.cache
@@ -38,13 +35,18 @@ def host_op(dtype: str, operation: str) -> tuple[Any, Any]:
         An `mpi4py.MPI.Datatype` of one element, and an `mpi4py.MPI.Op`.
     """
     mpi = mpi_module()
-    if dtype in _OWN[operation]:
-        return mpi.Datatype.fromcode(np.dtype(dtype).char), getattr(mpi, operation)
-    # Of long double's 0.0 and -0.0 the left one wins: the same one on all ranks.
-    commutes = dtype != "f16" or operation in ("SUM", "PROD")
-    op = make_op(_native.core.op_function(dtype, operation), commutes=commutes)
+    if operation == "SUM" and dtype in _ADDED:
+        return mpi.Datatype.fromcode(np.dtype(dtype).char), mpi.SUM
+    op = make_op(_native.core.op_function(dtype, operation), commutes=True)
     nbytes = int(dtype.lstrip("bfiuc"))
     return mpi.BYTE.Create_contiguous(nbytes).Commit(), op
+
+
+def op_of(dtype: DType, operation: MPIOp) -> Any:
+    """Return the `mpi4py.MPI.Op` of a dtype that travels: see `Reduction.wire`."""
+    if dtype.char == "g" and operation in ("MIN", "MAX"):
+        return host_op(f"f{dtype.itemsize}", operation)[1]
+    return getattr(mpi_module(), operation)
 
 
 def make_op(function: int, *, commutes: bool = False) -> Any:

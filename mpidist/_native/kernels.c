@@ -42,6 +42,7 @@
 
 #include <fenv.h>
 #include <float.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -134,8 +135,10 @@ typedef void loop_function(void *to, const void *left, const void *right, size_t
 #define GREATER(x, y) ((x) > (y) ? (x) : (y))
 #define AND(x, y) ((x) != 0 && (y) != 0)
 #define OR(x, y) ((x) != 0 || (y) != 0)
-#define MINIMUM_L(x, y) ((x) <= (y) || (x) != (x) ? (x) : (y))
-#define MAXIMUM_L(x, y) ((x) >= (y) || (x) != (x) ? (x) : (y))
+#define EXTREME_L(x, y, wins)                                                          \
+    ((x) != (x) || (y) != (y) ? (long double)NAN : (wins) ? (x) : (y))
+#define MINIMUM_L(x, y) EXTREME_L(x, y, (x) < (y) || ((x) == (y) && signbit(x)))
+#define MAXIMUM_L(x, y) EXTREME_L(x, y, (x) > (y) || ((x) == (y) && !signbit(x)))
 #define DIVIDE_F(x) ((x) / (float)divisor)
 #define DIVIDE_D(x) ((x) / (double)divisor)
 #define DIVIDE_L(x) ((x) / (long double)divisor)

@@ -52,8 +52,7 @@ size_t md_itemsize(const md_kernel *kernel);
      by Smith's method, as NumPy does: an infinite part makes the other one NaN;
    - MIN and MAX of floats: -0.0 < 0.0, and NaN wins: all bits one (MIN), or all but
      the sign (MAX), converted like any other value where it is float16 or bfloat16;
-   - MIN and MAX of long double are `numpy.minimum` and `numpy.maximum`: the first NaN
-     wins, and of two equal numbers the left one is the result;
+     C's NAN of long double;
    - MIN and MAX of bool are logical and, or; any byte but 0 is true; stored as 0 or 1.
    With n = 1, SUM and PROD copy, and MIN and MAX give x op x.
 

@@ -44,7 +44,7 @@ def check_buckets(rows, limit):
         for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
             leaf = leaves[index]
             assert leaf.reduction.wire == wire
-            assert leaf.reduction.mpi == leaves[bucket.leaves[0]].reduction.mpi
+            assert leaf.reduction.combining == bucket.operation
             assert not taken[offset : offset + leaf.size].any()
             taken[offset : offset + leaf.size] = True
         assert taken.all()

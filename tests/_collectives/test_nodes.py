@@ -128,9 +128,23 @@ def test_half_floats_are_summed_in_float32(on_nodes, size):
 @by_layout
 @pytest.mark.parametrize("op", ["MIN", "MAX"])
 @pytest.mark.parametrize("count", [10, 1000, 40_000])
-def test_of_equal_long_doubles_all_have_the_first(on_nodes, rank, op, count):
-    x = np.full(count, -0.0 if rank else 0.0, np.longdouble)
-    assert not np.signbit(all_reduce(on_nodes(), op, x)).any()
+@pytest.mark.parametrize("first", [0.0, -0.0])
+def test_extremes_of_long_doubles_are_in_one_order(
+    on_nodes, rank, size, op, count, first
+):
+    """-0.0 is below 0.0, and NaN wins, whichever rank has it, by every way."""
+    x = np.full(count, -first if rank else first, np.longdouble)
+    x[0] = np.nan if rank == size - 1 else 1
+    strategy = on_nodes()
+    direct = Options(implementation="DIRECT")
+    found = [all_reduce(strategy, op, x, how) for how in (None, direct)]
+    device = strategy.extended.worker_devices[0]
+    value = strategy.run(lambda: x)
+    to_root = strategy.extended.reduce_to(op, value, device)
+    negative = bool(np.signbit(first)) if size == 1 else op == "MIN"
+    for result in found if rank else [*found, to_root]:
+        assert np.isnan(result[0])
+        assert (np.signbit(result[1:]) == negative).all()
 
 
 @core_by_mpi

@@ -143,9 +143,10 @@ def extreme(op: str) -> Callable[[Any, Any], Any]:
     numpy_function = np.minimum if op == "MIN" else np.maximum
 
     def combine(x: Any, y: Any) -> Any:
+        if x.dtype.itemsize > 8:
+            left = np.signbit(x) == (op == "MIN")  # of zeros
+            return np.where((x == y) & left, x, numpy_function(y, x))
         entry = dtype_table.reduction(x.dtype, ReduceOp[op], "test")
-        if entry.mpi == "gather":
-            return numpy_function(x, y)
         out = np.empty_like(x)
         entry.decode(numpy_function(entry.encode(x), entry.encode(y)), 2, out)
         return out
