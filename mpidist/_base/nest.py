@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -101,13 +101,22 @@ class Structure:
         return self._spec.unflatten(unsorted)
 
 
-def flatten(tree: Nest) -> tuple[list[Nest], Structure]:
-    """Return the leaves of a nest, and its structure."""
+def flatten(
+    tree: Nest, is_leaf: Callable[[Nest], bool] | None = None
+) -> tuple[list[Nest], Structure]:
+    """Return the leaves of a nest, and its structure.
+
+    Args:
+        tree: the nest.
+        is_leaf: returns whether a node is to be a leaf; None: no node is.
+    """
     if type(tree) in _PLAIN:
         return [tree], _LEAF_STRUCTURE
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    leaves, spec = optree.tree_flatten(
+        tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE
+    )
     if not _leaf_types.issuperset(map(type, leaves)) and _register_mappings(leaves):
-        return flatten(tree)
+        return flatten(tree, is_leaf)
     structure = _structures.get(spec)
     if structure is None:
         structure = _structures[spec] = Structure(spec)
@@ -116,16 +125,21 @@ def flatten(tree: Nest) -> tuple[list[Nest], Structure]:
     return leaves if structure._order is None else structure.sort(leaves), structure
 
 
-def map_structure(function: Callable[..., Nest], tree: Nest, *others: Nest) -> Nest:
+def map_structure(
+    function: Callable[..., Nest],
+    tree: Nest,
+    *others: Nest,
+    is_leaf: Callable[[Nest], bool] | None = None,
+) -> Nest:
     """Apply ``function`` to the leaves of nests of one structure.
 
     Raises:
         ValueError: if the structures differ.
     """
-    leaves, structure = flatten(tree)
+    leaves, structure = flatten(tree, is_leaf)
     columns = [leaves]
     for other in others:
-        more, its_structure = flatten(other)
+        more, its_structure = flatten(other, is_leaf)
         if its_structure != structure:
             raise ValueError(
                 f"expected nests of the same structure, got {structure} and "
@@ -133,6 +147,18 @@ def map_structure(function: Callable[..., Nest], tree: Nest, *others: Nest) -> N
             )
         columns.append(more)
     return structure.unflatten([function(*row) for row in zip(*columns, strict=True)])
+
+
+def parts_of(container: Nest) -> dict[Any, Nest] | None:
+    """Return what is directly in a mapping, list, tuple or deque; None for a leaf.
+
+    By key, in the order of their leaves; or by number.
+    """
+    if isinstance(container, Mapping):
+        return {key: container[key] for key in _in_order(container)}
+    if isinstance(container, (list, tuple, collections.deque)):
+        return dict(enumerate(container))
+    return None
 
 
 # The most frequent leaves, which are not nodes whatever is registered.
@@ -152,15 +178,15 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
         order.append(first)
         return _PLACE
     children = spec.children()
-    entries: list[Any] = list(spec.entries())
     starts: list[int] = []
     for child in children:
         starts.append(first)
         first += child.num_leaves
-    rows = list(zip(entries, children, starts, strict=True))
+    rows = list(zip(spec.entries(), children, starts, strict=True))
     kind = spec.type
     if kind is not None and (issubclass(kind, dict) or kind in _mappings):
-        rows.sort(key=lambda row: _sort_key(row[0]))
+        by_key = {row[0]: row for row in rows}
+        rows = [by_key[key] for key in _in_order(by_key)]
         name = "" if kind is dict else kind.__name__
         inner = ", ".join(f"{k!r}: {_describe(c, s, order)}" for k, c, s in rows)
         return f"{name}{{{inner}}}"
@@ -175,13 +201,12 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
     return f"{getattr(kind, '__name__', kind)}({', '.join(parts)})"
 
 
-def _sort_key(key: Any) -> tuple[str, Any]:
-    # Keys of different types are sorted by type first, as in optree.
+def _in_order(keys: Iterable[Any]) -> list[Any]:
+    """Sort keys as optree does: by type first; by their texts if they have no order."""
     try:
-        key < key  # noqa: B015
+        return sorted(keys, key=lambda key: (type(key).__qualname__, key))
     except TypeError:
-        return (type(key).__qualname__, repr(key))
-    return (type(key).__qualname__, key)
+        return sorted(keys, key=lambda key: (type(key).__qualname__, repr(key)))
 
 
 _LEAF_STRUCTURE: Final = Structure(
@@ -194,11 +219,11 @@ _lock: Final = threading.Lock()
 
 def _register(kind: type) -> None:
     def take_apart(mapping: Nest) -> _Node:
-        keys = tuple(sorted(mapping, key=_sort_key))
+        keys = tuple(_in_order(mapping))
         return [mapping[key] for key in keys], tuple(mapping), keys
 
     def put_together(order: _Keys, children: Iterable[Nest]) -> Nest:
-        found = dict(zip(sorted(order, key=_sort_key), children, strict=True))
+        found = dict(zip(_in_order(order), children, strict=True))
         return kind({key: found[key] for key in order})
 
     _mappings.add(kind)

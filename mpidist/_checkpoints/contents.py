@@ -5,8 +5,7 @@ All ranks find the same items, in the order of their names.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -184,12 +183,10 @@ def _children(value: object) -> Iterable[tuple[object, object]] | None:
     own = getattr(type(value), "__checkpoint_objects__", None)  # of a Checkpoint
     if own is not None:
         return _entries(own(value))
-    if isinstance(value, Mapping):
-        return value.items()
-    if isinstance(value, (list, tuple, collections.deque)):
-        fields = getattr(value, "_fields", None) or range(len(value))
-        return zip(fields, value, strict=True)
-    return None
+    parts = nest.parts_of(value)
+    if parts is None:
+        return None
+    return zip(getattr(value, "_fields", parts), parts.values(), strict=True)
 
 
 def _variables_of(

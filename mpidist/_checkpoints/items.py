@@ -5,7 +5,6 @@ Those of torch and JAX are in `guest_items`.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from mpidist._base import guests
+from mpidist._base import backend, nest
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._checkpoints import state_json
 from mpidist._checkpoints.state_json import Json, Packed, State
@@ -108,7 +107,7 @@ class StateItem(Item):
 
     def copy(self) -> State:
         """Return a copy of the state, which does not change with the object."""
-        return _copied(self.get())
+        return nest.map_structure(backend.copied, self.get())
 
     def refuse(self, values: list[Json]) -> str:
         """Return why the saved states cannot be set, or "". Called on rank 0.
@@ -209,16 +208,6 @@ def _check_position(name: str, state: State) -> None:
 
 def _no_tensor(library: str, name: str, device: str) -> State:
     raise ValueError(f"a tensor, {name!r}")
-
-
-def _copied(state: State) -> State:
-    if type(state) in (list, tuple):
-        return type(state)(map(_copied, state))
-    if isinstance(state, dict) and not isinstance(state, collections.Counter):
-        return {key: _copied(x) for key, x in state.items()}
-    if isinstance(state, np.ndarray):
-        return state.copy()
-    return state.clone() if guests.kind_of(state) == "torch" else state
 
 
 def _differences(name: str, own: State, saved: State) -> str:

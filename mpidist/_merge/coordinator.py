@@ -7,8 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpidist._agreement.mismatch import describe_exception, dump_exception
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import as_told
@@ -130,7 +128,7 @@ class Coordinator:
         """
         if isinstance(leaf, Mirrored) and not self._registry.has(leaf):
             leaf = component(leaf)
-        return _copied(leaf)
+        return backend.copied(leaf)
 
     # --- operations ---------------------------------------------------------------
 
@@ -163,7 +161,7 @@ class Coordinator:
         found = self.command("collect", (values,))
         for value, (own, *others) in zip(values, found, strict=True):
             # As of now, like the others; merge_fn may add them to it in place.
-            column = (_copied(own), *others)
+            column = (backend.copied(own), *others)
             if isinstance(value, DistributedValues):  # known from now on
                 set_gathered(value, column)
                 self._fetched.append(weakref.ref(value))
@@ -357,12 +355,4 @@ def _own_result(leaf: Nest) -> Nest:
     if not isinstance(leaf, DistributedValues):
         return leaf
     own = own_component(leaf)
-    return own if gathered(leaf) is None else _copied(own)
-
-
-def _copied(x: Nest) -> Nest:
-    if type(x) in object_parts.ATOMS:
-        return x
-    if type(x) is np.ndarray:
-        return x.copy()
-    return backend.copied(x, "merge_call") if backend.is_array(x) else x
+    return own if gathered(leaf) is None else backend.copied(own)

@@ -65,7 +65,7 @@ def reduce_by_ops(
     given = {id(x) for x in own if backend.is_array(x)}  # which they may return
     sums = map(own_component, results)
     return structure.unflatten(
-        [backend.copied(x, call) if id(x) in given else x for x in sums]
+        [backend.copied(x) if id(x) in given else x for x in sums]
     )
 
 

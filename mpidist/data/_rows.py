@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import backend, checksums, guests, nest
+from mpidist._base import backend, checksums, nest
 from mpidist._base.fingerprint import fingerprint
 from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
@@ -161,17 +160,13 @@ def protected(tree: Nest) -> Nest:
 def unshared(tree: Nest) -> Nest:
     """Return such an element, with copies of arrays that have no such flag."""
     return nest.map_structure(
-        lambda x: x if isinstance(x, np.ndarray) else copied(x), tree
+        lambda x: x if isinstance(x, np.ndarray) else backend.copied(x), tree
     )
 
 
 def copied(tree: Nest) -> Nest:
     """Return a copy of a nest and of its arrays."""
-    if isinstance(tree, (dict, tuple, list)):
-        return _rebuild(tree, lambda _, x: copied(x))
-    if isinstance(tree, np.ndarray) or backend.is_device_array(tree):
-        return tree.copy()
-    return tree.clone() if guests.kind_of(tree) == "torch" else tree
+    return nest.map_structure(backend.copied, tree)
 
 
 # --- nests -------------------------------------------------------------------------
@@ -185,36 +180,29 @@ def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -
     Raises:
         LookupError: if the other one has no part for a leaf.
     """
-    if isinstance(template, dict):
-        fits = isinstance(other, dict) and other.keys() == template.keys()
-    elif isinstance(template, (tuple, list)):
-        fits = isinstance(other, (tuple, list)) and len(other) == len(template)
-    else:
-        return function(template, other)
-    if not fits:
+    leaves, structure = nest.flatten(template)
+    parts = list(_parts_like(template, other))
+    return structure.unflatten(map(function, leaves, parts))
+
+
+def _parts_like(template: Nest, other: Nest) -> Iterator[Nest]:
+    inner, given = nest.parts_of(template), nest.parts_of(other)
+    if inner is None:
+        yield other
+    elif given is None or given.keys() != inner.keys():
         raise LookupError
-    return _rebuild(template, lambda key, x: map_like(function, x, other[key]))
-
-
-def _rebuild(container: Any, function: Callable[[Any, Nest], Nest]) -> Nest:
-    """Return ``function(key, part)`` for the parts of a dict, tuple or list."""
-    kind = type(container)
-    if isinstance(container, dict):
-        items = {key: function(key, x) for key, x in container.items()}
-        if isinstance(container, collections.defaultdict):
-            return kind(container.default_factory, items)
-        return kind(items)
-    parts = [function(key, x) for key, x in enumerate(container)]
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    else:
+        for key in inner:
+            yield from _parts_like(inner[key], given[key])
 
 
 def convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
     """Return a nest with ``convert(list)`` in place of each outermost list."""
-    if isinstance(tree, list):
-        return convert(tree)
-    if not isinstance(tree, (dict, tuple)):
-        return tree
-    return _rebuild(tree, lambda _, x: convert_lists(x, convert))
+    return nest.map_structure(
+        lambda x: convert(x) if isinstance(x, list) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, list),
+    )
 
 
 def lists_to_arrays(tree: Nest, *, tuples: bool = False) -> Nest:

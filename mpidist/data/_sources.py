@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import nest, shuffle_seeds
+from mpidist._base import backend, nest, shuffle_seeds
 from mpidist._base.expect import expect
 from mpidist._base.types import DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
@@ -27,7 +27,6 @@ from mpidist.data._rows import (
     block_of,
     can_have,
     convert_lists,
-    copied,
     exact_array,
     gather,
     lists_to_arrays,
@@ -255,7 +254,7 @@ class Generated(Stage):
 
 
 def _kept(x: Any) -> Any:
-    return exact_array(x)[()] if isinstance(x, (str, bytes)) else copied(x)
+    return exact_array(x)[()] if isinstance(x, (str, bytes)) else backend.copied(x)
 
 
 def slices_of(tensors: Nest) -> Stage:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self
 
 import numpy as np
@@ -130,7 +130,8 @@ class Metric:
     @property
     def variables(self) -> list[Variable]:
         """The variables, and those of metrics among its attributes, also in lists."""
-        parts = _metrics_in(vars(self).values())
+        leaves = nest.flatten([*vars(self).values()])[0]
+        parts = (x for x in leaves if isinstance(x, Metric))
         found = [*self._weights, *(v for part in parts for v in part.variables)]
         return list({id(v): v for v in found}.values())
 
@@ -176,16 +177,6 @@ class Metric:
     def reset_states(self) -> None:
         """Call `reset_state`. Collective, except in a replica function."""
         self.reset_state()
-
-
-def _metrics_in(values: Iterable[object]) -> Iterator[Metric]:
-    for x in values:
-        if isinstance(x, Metric):
-            yield x
-        elif isinstance(x, Mapping):
-            yield from _metrics_in(x.values())
-        elif isinstance(x, (list, tuple)):
-            yield from _metrics_in(x)
 
 
 def _of_all_replicas(result: Callable[[Any], Any]) -> Callable[[Any], Any]:

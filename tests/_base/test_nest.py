@@ -150,6 +150,7 @@ def test_attributes_that_are_the_items():
         ({"b": 1, "a": {}}, "{'a': {}, 'b': *}"),
         (Point(1, [2]), "Point(x=*, y=[*])"),
         ({1: 2, "a": 3}, "{1: *, 'a': *}"),
+        ({(1, "b"): 2, ("a", 1): 3}, "{('a', 1): *, (1, 'b'): *}"),
         (collections.OrderedDict(b=1, a=2), "OrderedDict{'a': *, 'b': *}"),
         (collections.deque([1, 2]), "deque(*, *)"),
     ],

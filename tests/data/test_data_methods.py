@@ -6,6 +6,7 @@ Random chains of them are in test_data_chains; iterators in test_data_iterators.
 from __future__ import annotations
 
 import collections
+import functools
 import inspect
 import types
 from pathlib import Path
@@ -130,9 +131,26 @@ def test_rows_of_a_sequence_of_nests():
     "make", [Dataset.from_tensors, lambda x: slices(collections.UserList([x]))]
 )
 def test_a_function_that_changes_a_dict_does_not_change_the_source(make):
-    dataset = make(({"x": np.ones(1)}, collections.defaultdict(int, y=np.ones(1))))
-    dataset = dataset.map(lambda a, b: a.pop("x") + b.pop("y")).repeat(3)
-    assert lists(dataset) == [[2], [2], [2]]
+    kinds = dict, functools.partial(collections.defaultdict, int), collections.UserDict
+    dataset = make(tuple(kind(x=np.ones(1)) for kind in kinds))
+    dataset = dataset.map(lambda *parts: sum(x.pop("x") for x in parts)).repeat(3)
+    assert lists(dataset) == [[3], [3], [3]]
+
+
+@pytest.mark.parametrize("kind", [dict, collections.UserDict, types.MappingProxyType])
+def test_lists_in_mappings_are_arrays(kind):
+    element, spec = kind({"x": [1, 2]}), kind({"x": ArraySpec((2,), INT)})
+    for dataset in (
+        Dataset.from_tensors(element),
+        generated(element),
+        generated(element, output_signature=spec),
+        generated(element).padded_batch(1, kind({"x": [2]})).unbatch(),
+        slices(kind({"x": [[1, 2]]})),
+    ):
+        (found,) = dataset
+        assert type(found) is kind
+        assert found["x"].tolist() == [1, 2]
+        assert dataset.element_spec["x"].shape == (2,)
 
 
 def test_elements_are_copies_in_the_byte_order_of_this_machine(tmp_path):
