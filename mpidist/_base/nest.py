@@ -161,6 +161,13 @@ def parts_of(container: Nest) -> dict[Any, Nest] | None:
     return None
 
 
+def with_items(mapping: Nest, items: dict[Any, Nest]) -> Nest:
+    """Return items in an object like a mapping; as a dict if its class lacks that."""
+    if isinstance(mapping, collections.defaultdict):
+        return collections.defaultdict(mapping.default_factory, items)
+    return type(mapping)(items) if _is_made_of_items(mapping) else items
+
+
 # The most frequent leaves, which are not nodes whatever is registered.
 _PLAIN: Final = frozenset(
     [np.ndarray, np.float32, np.float64, int, float, bool, str, type(None)]

@@ -9,7 +9,6 @@ the file has only its leaves, by their paths.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import MutableMapping
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist._base import backend, guests
+from mpidist._base import backend, guests, nest
 from mpidist._checkpoints.items import GeneratorItem, StateItem, first_state
 from mpidist._checkpoints.state_json import State
 from mpidist._values.distributed import DistributedValues
@@ -36,11 +35,15 @@ class Held:
         return self.holder[self.name]
 
     def set(self, value: Any) -> None:
-        """Replace the value; one of a defaultdict is a dict."""
-        old = self.holder[self.name]
-        if isinstance(old, collections.defaultdict):
-            value = collections.defaultdict(old.default_factory, value)
-        self.holder[self.name] = value
+        """Replace the value; dicts in it get the classes of those that were there."""
+        self.holder[self.name] = _dicts_like(self.get(), value)
+
+
+def _dicts_like(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or type(new) is not dict:
+        return new
+    items = {key: _dicts_like(old.get(key), x) for key, x in new.items()}
+    return nest.with_items(old, items)
 
 
 def item_of(name: str, value: Any) -> StateItem | None:

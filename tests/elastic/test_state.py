@@ -106,7 +106,7 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
             common=np.random.default_rng(9),
             own=own,
             note=[],
-            counts=collections.defaultdict(int),
+            counts={"a": collections.defaultdict(int)},
         )
         states[rank] = state
         strategy, _ = _hold(state)
@@ -115,7 +115,7 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
             _count(strategy, state, batch)
             state.weights.assign_add(np.ones(3))
             state.note.append("step")
-            state.counts["step"] += 1
+            state.counts["a"]["step"] += 1
         state.common.random(7)
         state.own.random()
         state.commit()
@@ -149,14 +149,14 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
                 common=np.random.default_rng(1),
                 own=np.random.default_rng(2),
                 note=["of a spare"],
-                counts=collections.defaultdict(int),
+                counts={"a": collections.defaultdict(int)},
             )
         strategy, storage = _hold(state)
         storage.put_back(1, has, places)
         state.commit()
         assert state.note == ["step"] * 3
-        state.counts["new"] += 1
-        assert state.counts == {"step": 3, "new": 1}
+        state.counts["a"]["new"] += 1
+        assert state.counts == {"a": {"step": 3, "new": 1}}
         assert state.commits == 2
         weights = state.weights.numpy().copy()
         with strategy.scope():
