@@ -54,8 +54,6 @@ def unfit(
 def problem_of(item: Item, reader: CheckpointReader) -> str:
     """Return the problem with an item's data in the checkpoint, or ""."""
     manifest = manifest_of(reader)
-    if isinstance(item, LaterItem):
-        return ""
     if isinstance(item, StateItem):
         if item.name not in manifest.states:
             return f"{item.name!r}: expected a state, got an array"
@@ -68,10 +66,9 @@ def problem_of(item: Item, reader: CheckpointReader) -> str:
                 f"{type(error).__name__}: {error}",
             ) from error
     part = manifest.arrays.get(item.name)
-    if part is None:
+    if part is None or not isinstance(item, VariableItem):
         is_state = item.name in manifest.states
         return f"{item.name!r}: expected an array, got a state" if is_state else ""
-    assert isinstance(item, VariableItem)
     dtype, shape = item.variable.dtype.name, tuple(item.variable.shape)
     if (dtype, shape) == (part.dtype, part.shape):
         return ""

@@ -179,6 +179,11 @@ def test_the_state_of_another_object_is_none_of_an_optimizer(tmp_path):
     checkpoint = mpidist.Checkpoint(optimizer=mpidist.optimizers.SGD(0.1))
     with pytest.raises(mpidist.CheckpointError, match=r"missing in .*: 'optimizer'"):
         checkpoint.restore(path)
+    it = Iterator()
+    it.state = lambda: {"position": np.ones(3000)}  # an array, as slots are
+    mpidist.Checkpoint(optimizer=it).save(tmp_path / "a")
+    with pytest.raises(mpidist.CheckpointError, match=r"'optimizer': .* got a state"):
+        checkpoint.restore(path, partial=True)
     objects = {"o": mpidist.optimizers.SGD(0.1), "o/w": mpidist.Variable(1.0)}
     checkpoint = mpidist.Checkpoint(**objects)
     checkpoint.restore(checkpoint.save(tmp_path / "a"))
