@@ -41,6 +41,7 @@ class CallState(_CoreCallState):
         mover: the thread that moves data, or reports, by Python; 0: none does.
         sections: one entry for each open section, outermost first: the exception that
             calls in it raise, once some rank is known not to be in it; None until then.
+        deserted: the entry of the innermost section.
         async_calls: those that were begun; None: there were none.
         observers: tells those of this strategy of each call; None: there are none.
     """
@@ -57,13 +58,9 @@ class CallState(_CoreCallState):
         self.mover: int = 0
         self.channel: Channel = channel
         self.sections: list[BaseException | None] = []
+        self.deserted: BaseException | None = None
         self.async_calls: AsyncCalls | None = None
         self.observers: Observers | None = None
-
-    @property
-    def deserted(self) -> BaseException | None:
-        """What calls in the innermost section raise if some rank is not in it."""
-        return self.sections[-1] if self.sections else None
 
     @property
     def timeout_ms(self) -> int:

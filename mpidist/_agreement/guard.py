@@ -65,6 +65,7 @@ class Guard(CallState):
 
     Attributes:
         rank: of this process.
+        checks: whether calls are compared with those of other ranks.
         breakdown: whether calls can still be made, and what happens when they cannot.
         waits: of this rank for the others.
         reports: of the ranks, if their calls differ.
@@ -94,17 +95,17 @@ class Guard(CallState):
         super().__init__(channel or SelfChannel(), timeout_seconds)
         self._comm = comm
         self.rank: int = comm.rank
-        self.enabled: bool = enabled
+        self.enable(enabled)
         self.breakdown: Breakdown = Breakdown(comm, self)
         self.waits: Waits = Waits(comm, self, self.breakdown, stall_seconds)
         self.waits.watch(self.channel)
         self.reports: Reports = Reports(comm, self, self.breakdown)
         self.before_call: Callable[[], None] | None = None
 
-    @property
-    def checks(self) -> bool:
-        """Whether calls are compared with those of other ranks."""
-        return self.enabled and self._comm.size > 1
+    def enable(self, enabled: bool) -> None:
+        """Set whether calls are compared."""
+        self.enabled: bool = enabled
+        self.checks: bool = enabled and self._comm.size > 1
 
     @property
     def broken(self) -> str:
@@ -412,11 +413,12 @@ class Guard(CallState):
 
     def enter_section(self) -> None:
         """Enter a section."""
-        if self.blocked:
+        if self.async_calls is not None:
             self.settle()
         self.sections.append(self.deserted)
 
     def leave_section(self) -> None:
         """Leave the innermost section."""
         if self.sections.pop() is not None:
+            self.deserted = self.sections[-1] if self.sections else None
             self.update_blocked()

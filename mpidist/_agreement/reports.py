@@ -70,8 +70,9 @@ class Reports:
             The exception that this rank raises; and whether all are at the end of the
             same section.
         """
-        sections = self._call_state.sections
-        with Payload(self._breakdown, self._call_state, call.text):
+        state = self._call_state
+        sections = state.sections
+        with Payload(self._breakdown, state, call.text):
             self.failures += 1
             report = Report.of(self._comm.rank, call, error, kind)
             report.depth, report.joining = len(sections), joining
@@ -86,8 +87,8 @@ class Reports:
             # A section that some rank has not entered has no end that all ranks come
             # to: until this rank leaves it, the calls in it raise.
             for level in range(min(report.depth for report in reports), len(sections)):
-                sections[level] = found
-            self._call_state.blocked |= self._call_state.deserted is not None
+                sections[level] = state.deserted = found
+                state.blocked = True
             # All ranks are here now, whatever each was about to do: the only moment at
             # which an update that some of them did not make can be undone.
             written = sorted({key for report in reports for key in report.written})

@@ -73,8 +73,12 @@ class RootMessages:
         if ring is not None:
             comm.traffic.count("Ibcast", len(data))
             guard.begin(_SENDING)
-            try:
-                self._post(ring, data)
+            room = _native.core.MESSAGE_BYTES - 1
+            try:  # in parts, of which the first byte marks the last
+                for start in range(0, len(data) or 1, room):
+                    head = b"\1" if start + room >= len(data) else b"\0"
+                    if ring.post(head + data[start : start + room]) == LEFT:
+                        raise LeftError(ring.who)
             except BaseException as error:
                 raise guard.abandon(_SENDING, error) from error.__cause__
             return
@@ -86,15 +90,6 @@ class RootMessages:
             if len(data) > _MESSAGE_ROOM:
                 comm.together(lambda: None, FROM_RANK_0)  # the others allocate
             comm.broadcast(raw, 0)
-
-    def _post(self, ring: _native.Channel, data: bytes) -> None:
-        """Send a message through the ring, in parts; the first byte marks the last."""
-        room = _native.core.MESSAGE_BYTES - 1
-        for start in range(0, len(data) or 1, room):
-            last = start + room >= len(data)
-            part = data if not start and last else data[start : start + room]
-            if ring.post((b"\1" if last else b"\0") + part) == LEFT:
-                raise LeftError(ring.who)
 
     @observed(_receives, _has_received)
     def receive(self, what: str = FROM_RANK_0, timeout: float | None = None) -> bytes:
@@ -109,10 +104,16 @@ class RootMessages:
         if ring is not None:
             call = call_of(what)
             guard.begin(call, timeout)
+            parts: list[bytes] = []
             try:
-                data = self._take(ring)
+                while not (parts and parts[-1].startswith(b"\1")):
+                    part = ring.take()
+                    if part == LEFT:
+                        raise LeftError(ring.who)
+                    parts.append(part)
             except BaseException as error:
                 raise guard.abandon(call, error) from error.__cause__
+            data = b"".join([part[1:] for part in parts])
             comm.traffic.count("Ibcast", len(data))
             return data
         with comm.traffic:
@@ -127,16 +128,3 @@ class RootMessages:
                 rest = comm.together(lambda: np.empty(size, np.uint8), what)
             comm.broadcast(rest, 0)
             return rest.tobytes()
-
-    def _take(self, ring: _native.Channel) -> bytes:
-        """Return a message of rank 0 from the ring."""
-        parts: list[bytes] = []
-        while True:
-            part = ring.take()
-            if part == LEFT:
-                raise LeftError(ring.who)
-            if part[:1] == b"\1" and not parts:
-                return part[1:]
-            parts.append(part[1:])
-            if part[:1] == b"\1":
-                return b"".join(parts)

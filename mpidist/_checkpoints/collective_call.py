@@ -148,7 +148,7 @@ class CollectiveCall:
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Return the scope of the strategy, unless it is the default one."""
         if self.group.is_mpi:
-            return context.entered(self.group.cross_frame)
+            return self.group.cross_frame
         return contextlib.nullcontext()
 
 

@@ -309,7 +309,7 @@ class Restore:
         group = contents.group_of(items, "Checkpoint.restore") or self.group
         in_replica = context.is_in_replica(group)
         frame = group.cross_frame if in_replica else context.current()
-        with context.entered(frame) if in_replica else contextlib.nullcontext():
+        with frame if in_replica else contextlib.nullcontext():
             call = CollectiveCall(group, "Checkpoint.restore")
             call.agree(f" of {{{', '.join(map(str, items))}}}, attached after it")
             names = self.take(items)

@@ -73,7 +73,7 @@ class Coordinator:
         arrays: list[Array] = []
         try:
             guard.set_alone(self._several)
-            with context.entered(frame):
+            with frame:
                 result = merge_fn(group.strategy, *args, **kwargs)
                 del args, kwargs
                 whole = None
@@ -209,7 +209,7 @@ class Coordinator:
                 self._registry.watch(leaf, self._dropped)
 
     def _execute(self, function: Callable[..., Any], *args: Any) -> Any:
-        with context.entered(self._group.cross_frame):
+        with self._group.cross_frame:
             return self._together(function, self._group, *args)
 
     def _together(self, function: Callable[..., Any], *args: Any) -> Any:

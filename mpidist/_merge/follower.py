@@ -12,7 +12,7 @@ from mpidist._base.errors import CollectiveError, as_told, on_rank
 from mpidist._base.types import Array, Nest
 from mpidist._merge import commands, object_names
 from mpidist._merge.updates import Update, UpdateBatch
-from mpidist._runtime import context, dispatch
+from mpidist._runtime import dispatch
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import Key, Registered, key_of
 from mpidist._values.distributed import DistributedValues, own_component
@@ -139,7 +139,7 @@ class Follower:
                 return
             self._failed(None)
             # Unpickling may run the user's code.
-            with context.entered(group.cross_frame):
+            with group.cross_frame:
                 update = Update(*self._reader.read(content, arrays))
             what, kind = update.describe(), "raised"
             if update.check():
@@ -184,7 +184,7 @@ class Follower:
         group, collectives = self._group, self._collectives
         try:
             arrays = self._receive_arrays(content)
-            with context.entered(group.cross_frame):
+            with group.cross_frame:
                 with collectives.guard.checking(f"the coordinator's {name}"):
                     args = self._reader.read(content, arrays)
                 result = dispatch.execute(group, name, args)

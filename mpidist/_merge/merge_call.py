@@ -62,7 +62,7 @@ from mpidist._merge.argument_equality import (
 )
 from mpidist._merge.coordinator import Coordinator
 from mpidist._merge.follower import Follower
-from mpidist._merge.object_names import Changes, Names, has_names
+from mpidist._merge.object_names import Changes, Names
 from mpidist._merge.object_parts import ATOMS
 from mpidist._runtime import dispatch
 from mpidist._runtime.dispatch import OnRank0, check_arguments
@@ -168,13 +168,12 @@ def _side_of(
             held[key] = leaves[index] = group.registry.wrap(PerReplica, own, key)
         elif kind == _OBJECT and type(leaf) not in ATOMS:
             objects.append((index, leaf))
-    names = None
-    # Replicas that are threads have the objects in common.
-    is_asked = DEBUGGING and threads.current() is None
-    needs = objects or is_asked or has_names(merge_fn)
-    if needs and same[0] and group.num_replicas > 1:
+    names = changes = None
+    if same[0] and group.num_replicas > 1:
         names = Names(merge_fn, objects, group.public_objects)
-    changes = Changes(names) if is_asked and names is not None else None
+        # Replicas that are threads have the objects in common.
+        if DEBUGGING and threads.current() is None:
+            changes = Changes(names)
     if group.replica_id == 0:
         return Coordinator(group, held, names), changes
     return Follower(group, held, names), changes

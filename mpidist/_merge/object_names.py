@@ -58,7 +58,6 @@ from mpidist._merge.object_parts import (
     function_in,
     kind_of,
     parts_of,
-    parts_of_function,
 )
 
 _MOST_ALIASES: Final = 4
@@ -69,23 +68,6 @@ Path: TypeAlias = tuple[Step, ...]
 Name: TypeAlias = tuple[Path, tuple[tuple[Path, Path], ...], str]
 """What is sent for an object of rank 0: the path to it; pairs of paths that lead to one
 object there, which is this one or on the way to it; and the text of its type."""
-
-
-def has_names(merge_fn: Any) -> bool:
-    """Return whether `Names` may find what a command refers to.
-
-    Not if the function reaches values only, and makes no function, whose globals have a
-    name: to learn that takes a third of the time of `Names`.
-    """
-    if type(merge_fn) is not types.FunctionType:
-        return True
-    if types.CodeType in map(type, merge_fn.__code__.co_consts):
-        return True
-    _, *parts = parts_of_function(merge_fn)
-    for _, part in parts:  # noqa: SIM110 - without a generator's calls
-        if kind_of(type(part)) is not None:
-            return True
-    return False
 
 
 class Names:

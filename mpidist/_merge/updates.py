@@ -236,7 +236,7 @@ class UpdateBatch(SectionResult):
             arguments: a text of the arguments that have to be the same on all ranks.
         """
         before = len(self._written)
-        with context.entered(self._frame):
+        with self._frame:
             result = update.run()
         if not self.open:
             return result

@@ -45,7 +45,7 @@ class Commander(Protocol):
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen ones are slow to make
 class Frame:
-    """One entry of the stack; do not change it.
+    """One entry of the stack; do not change it. ``with frame:`` makes it the innermost.
 
     ``batch`` is told of each `Variable` that the function of an update writes.
     ``sync_on_read`` says that reading an ON_READ variable in a replica aggregates it.
@@ -57,6 +57,25 @@ class Frame:
     coordinator: Commander | None = None
     batch: Any = None  # an `UpdateBatch`, whose class is defined above this file
     sync_on_read: bool = False
+
+    def __enter__(self) -> None:
+        _stack.frames.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        frames = _stack.frames
+        if not frames or frames[-1] is not self:
+            if error[0] is GeneratorExit and self in frames:
+                frames.remove(self)  # another generator's may be open inside
+                return
+            if error[0] is not None and self in frames:
+                # It may have come in the last line of a block inside this one.
+                del frames[frames.index(self) :]
+                return
+            raise RuntimeError(
+                f"a scope of {self.group} was left while a later one is still open; "
+                "leave scopes in the reverse order, best with `with`"
+            )
+        frames.pop()
 
 
 class _Frames(list[Frame]):
@@ -111,35 +130,6 @@ def depth() -> int:
     return len(_stack.frames)
 
 
-class entered:  # noqa: N801 - written as a function: `with entered(frame):`
-    """Make ``frame`` the innermost one during a ``with`` block."""
-
-    __slots__ = ("_frame", "_frames")
-
-    def __init__(self, frame: Frame) -> None:
-        self._frame = frame
-
-    def __enter__(self) -> None:
-        self._frames = frames = _stack.frames
-        frames.append(self._frame)
-
-    def __exit__(self, *error: object) -> None:
-        frames = self._frames
-        if not frames or frames[-1] is not self._frame:
-            if error[0] is GeneratorExit and self._frame in frames:
-                frames.remove(self._frame)  # another generator's may be open inside
-                return
-            if error[0] is not None and self._frame in frames:
-                # It may have come in the last line of a block inside this one.
-                del frames[frames.index(self._frame) :]
-                return
-            raise RuntimeError(
-                f"a scope of {self._frame.group} was left while a later one is "
-                "still open; leave scopes in the reverse order, best with `with`"
-            )
-        frames.pop()
-
-
 def unwind() -> None:
     """Drop the frames of a call that an exception has ended, at any line.
 
@@ -162,7 +152,7 @@ def _is_of_call(frame: Frame) -> bool:
     )
 
 
-def scope(group: ReplicaGroup) -> entered:
+def scope(group: ReplicaGroup) -> Frame:
     """Return what enters cross-replica context: `Strategy.scope`. Not collective.
 
     Raises:
@@ -175,11 +165,11 @@ def scope(group: ReplicaGroup) -> entered:
                 "Must not nest Strategy scopes: the default strategy's scope cannot "
                 f"be entered inside that of {current().group}"
             )
-        return entered(Frame(group, Level.CROSS_REPLICA))
+        return Frame(group, Level.CROSS_REPLICA)
     frame = require_cross_replica(group, "scope")
     if frame.coordinator is None:
-        return entered(Frame(group, Level.CROSS_REPLICA))
-    return entered(dataclasses.replace(frame))  # in merge_fn, which it stays
+        return Frame(group, Level.CROSS_REPLICA)
+    return dataclasses.replace(frame)  # in merge_fn, which it stays
 
 
 def push_global(frame: Frame | None) -> None:
@@ -232,7 +222,7 @@ def variable_sync_on_read_context() -> Iterator[None]:
     if frame.replica_context is None or not _stack.frames:
         yield
         return
-    with entered(dataclasses.replace(frame, sync_on_read=True)):
+    with dataclasses.replace(frame, sync_on_read=True):
         yield
 
 

@@ -371,7 +371,7 @@ def _run_on_all(
     guard = group.guard
 
     def checked(section: SectionResult) -> list[_Result]:
-        with context.entered(group.cross_frame):
+        with group.cross_frame:
             results = body()
         if guard.checks:
             texts = [

@@ -68,7 +68,7 @@ def _call_for_each_replica(
         own_args = select_replica(tuple(args)) if args else ()
         own_kwargs = select_replica(kwargs) if kwargs else {}
         section.kind = "raised"
-        with context.entered(group.replica_frame):
+        with group.replica_frame:
             result = fn(*own_args, **own_kwargs)
         # With the number of keys drawn: keys must name the same values on all ranks.
         keys = registry.count
@@ -283,7 +283,7 @@ def _broadcast_to(
 ) -> Nest:
     ops = group.custom_ops
     if ops is not None:
-        with context.entered(group.cross_frame):
+        with group.cross_frame:
             return ops.broadcast(marked.value, destinations)
 
     def get() -> Nest:

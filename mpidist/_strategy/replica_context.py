@@ -65,7 +65,7 @@ class ReplicaContext:
                 f"cannot enter the context of replica {given}; write None for its own"
             )
         # By which threads: one after the other.
-        self._entered: list[tuple[int, context.entered]] = []
+        self._entered: list[tuple[int, context.Frame]] = []
         self._group = group
         self._all_reduce = group.all_reduce
         self._all_gather = group.all_gather
@@ -83,9 +83,8 @@ class ReplicaContext:
             where = " is in a `with` block of the same replica context"
             raise self._group.guard.two_threads(where, call_of("ReplicaContext"))
         frame = context.Frame(self._group, context.Level.REPLICA, replica_context=self)
-        manager = context.entered(frame)
-        manager.__enter__()
-        self._entered.append((thread, manager))
+        frame.__enter__()
+        self._entered.append((thread, frame))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -419,7 +418,7 @@ class ReplicaContext:
             if not group.is_mpi:
                 check_arguments("merge_call", args, kwargs)
                 require_scope("merge_call")
-                with context.entered(group.cross_frame):
+                with group.cross_frame:
                     return merge_fn(self.strategy, *args, **kwargs)
             observers = group.guard.observers
             if observers is None:

@@ -109,7 +109,7 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
         # The communicator and the guard outlive the collectives: all ranks free them
         # together, when the last rank has collected its strategy.
         weakref.finalize(collectives, communicator.drop).atexit = False
-        guard.enabled = checks
+        guard.enable(checks)
         group = ReplicaGroup(collectives, number=next(_numbers.get()), is_mpi=True)
         complete(strategy, group, arguments.cross_device_ops)
         note_open(group)

@@ -489,7 +489,9 @@ class Variable(ArrayLike, Registered):
                 storage.attributes.check_scatter(how)
             if is_local:
                 prepared = storage.prepare(how, value)
-                self._record(frame)
+                batch, mirrored = frame.batch, not storage.on_read
+                if batch is not None and mirrored and frame.group is storage.group:
+                    batch.will_write(self)
                 storage.apply(how, prepared)
             elif frame.level is context.Level.REPLICA and context.has_strategy():
                 storage.write(how, value)
@@ -499,13 +501,6 @@ class Variable(ArrayLike, Registered):
             interruptions.left(self._storage.group, f"Variable.{how}", error)
             raise
         return self if read_value else None
-
-    def _record(self, frame: context.Frame) -> None:
-        """Tell the running update, if any, that this copy is written."""
-        storage = self._storage
-        mirrored = not storage.on_read
-        if frame.batch is not None and mirrored and frame.group is storage.group:
-            frame.batch.will_write(self)
 
 
 class Reference:

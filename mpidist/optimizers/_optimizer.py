@@ -206,7 +206,7 @@ class Optimizer:
             if group is None or context.current().coordinator is not None:
                 return self._built("iterations").iterations
             try:
-                with context.entered(group.cross_frame):
+                with group.cross_frame:
                     self._iterations = counter(self._name)
             except CollectiveMismatchError as error:
                 error.add_note(_READ_ALONE)

@@ -19,7 +19,6 @@ from mpidist._base.names import listed, unique
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray, Nest, record
 from mpidist._collectives.plan import Plan
-from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._values.arguments import check_attributes
 from mpidist._values.distributed import PerReplica
@@ -172,7 +171,7 @@ class State:
         self._is_sharded = shard and group.num_replicas > 1
         self._parts = self._own_parts()
         names = unique([v.name for v in variables])
-        with context.entered(group.cross_frame):
+        with group.cross_frame:
             self.iterations = counter(name) if iterations is None else iterations
             self.slots = [
                 tuple(make_slot(v, part, f"{slot}/{own}") for slot in slot_names)
@@ -357,7 +356,7 @@ def _sums_by(
         (registry.wrap(PerReplica, x, (registry.count, -1 - i)), variable)
         for i, (x, variable) in enumerate(zip(arrays, variables, strict=True))
     ]
-    with context.entered(group.cross_frame):  # an exception is raised on all ranks
+    with group.cross_frame:  # an exception is raised on all ranks
         sums = ops.batch_reduce(ReduceOp.SUM, pairs, None)
     with group.guard.checking(APPLY):
         results = [

@@ -9,7 +9,6 @@ import types
 import numpy as np
 import pytest
 
-from mpidist._merge import object_names
 from mpidist._merge.object_names import Names
 from mpidist._merge.object_parts import MOST
 
@@ -302,14 +301,3 @@ def test_the_nearest_objects_have_names():
     assert two.other(far[5]) is others[5]
     assert two.other(far[-1][-1]) is None
     assert len(two.here.reached) < 2 * MOST
-
-
-def test_has_names():
-    has_names, scope = object_names.has_names, {"number": 1, "np": np, "log": []}
-    assert not has_names(eval("lambda strategy: None"))
-    assert not has_names(eval("lambda strategy: (np.pi, number, strategy.x)", scope))
-    assert has_names(eval("lambda strategy: log", scope))
-    assert has_names(eval("lambda strategy, log=log: log", scope))
-    assert has_names(eval("lambda strategy: lambda: number", scope))  # its globals
-    assert has_names(graph()[0])
-    assert has_names(Thing().merge)
