@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from threading import current_thread, get_ident
 from typing import Final
 
@@ -71,6 +72,8 @@ class Guard(CallState):
         reports: of the ranks, if their calls differ.
         before_call: called before a collective call while this rank is alone
             (`set_alone`), to make it legal; None: such a call is an error.
+        checking: ``checking(call)`` is a context for checks before a call: all ranks
+            raise what it raises.
     """
 
     # Of the base class; without these lines pyright calls their types ambiguous.
@@ -101,6 +104,7 @@ class Guard(CallState):
         self.waits.watch(self.channel)
         self.reports: Reports = Reports(comm, self, self.breakdown)
         self.before_call: Callable[[], None] | None = None
+        self.checking: Callable[[str | Call], Checking] = partial(Checking, self.fail)
 
     def enable(self, enabled: bool) -> None:
         """Set whether calls are compared."""
@@ -400,10 +404,6 @@ class Guard(CallState):
             if span is not None:
                 span.raised = type(found).__name__
         return found
-
-    def checking(self, call: str | Call) -> Checking:
-        """Return a context for checks before a call: all ranks raise what it raises."""
-        return Checking(self.fail, call)
 
     def span(self, text: str) -> contextlib.AbstractContextManager[None]:
         """Return a context for work of this rank, which timelines show as ``text``."""

@@ -262,7 +262,7 @@ class PreparedPlan(Plan, Generic[_Work]):
     ) -> Results:
         """Agree with the other ranks, and move; see `Plan`."""
         guard, call = self._guard, call or self.call
-        try:  # not `checking`, which takes four calls of Python
+        try:  # not `checking`, which takes three calls of Python
             # Allocate before the agreement: a failure must be reported to all ranks.
             work = self._prepare(list(arrays))
         except Exception as error:

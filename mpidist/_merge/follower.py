@@ -132,7 +132,7 @@ class Follower:
         batch = self._batch or UpdateBatch(group)
         self._batch = batch if batch.open else None
         kind: ErrorKind = "invalid"
-        what = "an update"
+        update: Update | None = None
         try:
             arrays = self._receive_arrays(content)
             if batch.failed:
@@ -141,7 +141,7 @@ class Follower:
             # Unpickling may run the user's code.
             with group.cross_frame:
                 update = Update(*self._reader.read(content, arrays))
-            what, kind = update.describe(), "raised"
+            kind = "raised"
             if update.check():
                 batch.keep()
             guard.before_call = self._expect_check
@@ -155,6 +155,7 @@ class Follower:
             guard.interrupted("an update", error)
             if guard.broken:
                 raise
+            what = "an update" if update is None else update.describe()
             if not isinstance(error, CollectiveError):
                 rank = self._collectives.comm.rank
                 error.add_note(on_rank(rank, f"raised in {what}, called by merge_fn"))

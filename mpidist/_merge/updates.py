@@ -183,11 +183,12 @@ class UpdateBatch(SectionResult):
         open: whether this is a section, which the join ends; not with the guard off.
         failed: whether one of the updates has raised on this rank.
         communicates: whether the function of the last one did. It ends the batch.
+        long: whether it is so old that it should end: failures wait for the end.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._guard = guard = group.guard
-        self.open = self.failed = self.communicates = False
+        self.open = self.failed = self.communicates = self.long = False
         self.kind = "none"
         self._failed_in = ""
         self._numbers: list[int] = []
@@ -203,11 +204,6 @@ class UpdateBatch(SectionResult):
             self.open = True  # now `leave` has all that it needs
         batch = self if self.open else None
         self._frame = context.Frame(group, context.Level.UPDATE, batch=batch)
-
-    @property
-    def long(self) -> bool:
-        """Whether the batch is so old that it should end: failures wait for the end."""
-        return self.open and time.monotonic() - self._began > _LONGEST_SECONDS
 
     def keep(self) -> None:
         """Keep the values that the only update of this batch overwrites."""
@@ -240,6 +236,7 @@ class UpdateBatch(SectionResult):
             result = update.run()
         if not self.open:
             return result
+        self.long = time.monotonic() - self._began > _LONGEST_SECONDS
         # Compared at the join. The seed chooses words of large arrays, as if at random.
         seed = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 12
         storages = [storage_of(variable) for variable in self._written[before:]]

@@ -294,7 +294,8 @@ class Variable(ArrayLike, Registered):
             frame = context.current()
             if self._is_local("reading", frame):
                 return storage.view
-            if frame.level is not context.Level.REPLICA or not context.has_strategy():
+            is_inside = frame.group is storage.group  # not outside every scope
+            if frame.level is not context.Level.REPLICA or not is_inside:
                 storage.attributes.require_readable()
                 return dispatch.perform(storage.group, "read_variable", self)
             if frame.sync_on_read:
@@ -493,7 +494,7 @@ class Variable(ArrayLike, Registered):
                 if batch is not None and mirrored and frame.group is storage.group:
                     batch.will_write(self)
                 storage.apply(how, prepared)
-            elif frame.level is context.Level.REPLICA and context.has_strategy():
+            elif frame.level is context.Level.REPLICA and frame.group is storage.group:
                 storage.write(how, value)
             else:
                 dispatch.perform(storage.group, "assign_variable", self, how, value)
@@ -640,7 +641,7 @@ def _assign_variable(
     """Assign a value that is the same on all ranks, and check that it is."""
     collectives, storage = group.collectives, variable._storage
     call = storage.describe_call(how)
-    try:  # not `checking`, which takes four calls of Python
+    try:  # not `checking`, which takes three calls of Python
         prepared = storage.prepare(how, value)
     except Exception as error:
         collectives.invalid(call, error)

@@ -597,7 +597,7 @@ class Optimizer:
     ) -> None:
         """Apply one step. All ranks call this, each with its own gradients."""
         collectives = group.collectives
-        try:  # not `checking`, which takes four calls of Python
+        try:  # not `checking`, which takes three calls of Python
             given = collect(group, gradients, variables, in_replica, skip)
         except Exception as error:
             collectives.invalid(APPLY, error)
@@ -607,13 +607,13 @@ class Optimizer:
         try:  # what can fail on one rank alone
             state.check_known(given.variables, APPLY)
             plan = state.find_plan(given)
+            state.prepare(self._clipping, given.arrays)
             step = int(array_of(state.iterations).item())
             rate = self._rate(step)
             constants = (
                 self._constants(step + 1, rate, False),
                 self._constants(step + 1, rate, True),
             )
-            state.prepare(self._clipping, given.arrays)
             text = APPLY
             if group.guard.checks:
                 keys = [f"#{storage_of(v).key[0]}" for v in given.variables]
