@@ -111,7 +111,7 @@ class CoreReduce(Plan):
         self._shapes = nest.shapes
         self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
         self._casts = self._dtypes != [dtype for _, dtype in nest.shapes]
-        self._plain = nest.is_plain
+        self._plain = not nest.casts
         self._exchange: Callable[..., Any] = core.eager
         self._to_root = signature.root is not None
         self._wanted = signature.root in (None, resources.comm.rank)
@@ -174,15 +174,14 @@ class CoreReduce(Plan):
         guard, exchange = self._guard, self._exchange
         try:
             results, where = self._new_results()
-            targets = results if self._plain else self._nest.raw(results)
         except Exception as error:
             raise guard.fail(call, error) from None
         fingerprint, timeout_ms = call.fingerprint, guard.enter(call, timeout)
         try:  # not `guard.payload`, which would be 2% of a small call
             if call is self.call and timeout is None:  # as the core knows it
-                status = exchange(sources, targets, *where)
+                status = exchange(sources, results, *where)
             else:
-                status = exchange(sources, targets, *where, fingerprint, timeout_ms)
+                status = exchange(sources, results, *where, fingerprint, timeout_ms)
         except BaseException as error:
             raise guard.abandon(call, error) from None
         if status is None:  # nothing was sent: the call before is still the last one
@@ -190,7 +189,7 @@ class CoreReduce(Plan):
             return None
         if status:
             guard.conclude(
-                status, lambda ms: exchange(sources, targets, *where, fingerprint, ms)
+                status, lambda ms: exchange(sources, results, *where, fingerprint, ms)
             )
         else:
             guard.sequence += 1

@@ -104,7 +104,6 @@ class CoreNest:
             leaf.reduction.dtype is not dtype
             for leaf, (_, dtype) in zip(leaves, self.shapes, strict=True)
         )
-        self._views = any(row.dtype == "bf2" for row in self.rows)
 
     @property
     def nbytes(self) -> int:
@@ -117,28 +116,10 @@ class CoreNest:
         has_kernel = _native.core.has_kernel
         return all(has_kernel(row.dtype, row.operation) for row in self.rows)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the core takes the arrays as they are."""
-        return not (self.casts or self._views)
-
     def sources(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return arrays for the core, converted to its dtypes."""
-        found = list(arrays)
-        if self.casts:
-            found = [
-                x if x.dtype == dtype else x.astype(dtype)
-                for x, (_, dtype) in zip(arrays, self.shapes, strict=True)
-            ]
-        return self.raw(found)
-
-    def raw(self, arrays: list[Array]) -> list[Array]:
-        """Return arrays of NumPy's own dtypes, as the core expects them."""
-        if not self._views:
-            return arrays
-        return [
-            x.view(np.uint16) if backend.is_bfloat16(x.dtype) else x for x in arrays
-        ]
+        """Return arrays converted to the dtypes that the core takes."""
+        both = zip(arrays, self.shapes, strict=True)
+        return [x if x.dtype == dtype else x.astype(dtype) for x, (_, dtype) in both]
 
 
 def _travels_as(leaf: Leaf, wide: bool) -> DType:

@@ -161,7 +161,7 @@ typedef struct {
 
 /* What an array must be, to be a leaf. */
 typedef struct {
-  char kind; /* NumPy's, of the memory: bfloat16 comes as 'u' */
+  char kind; /* NumPy's: of bfloat16 'V' */
   npy_intp itemsize;
   int ndim;
   npy_intp *shape;

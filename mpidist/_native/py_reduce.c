@@ -5,7 +5,7 @@
 
 /* Fill in what a leaf of this dtype and shape must be, and its size; -1: an exception. */
 static int expect(Expected *e, const char *dtype, PyObject *shape, md_leaf *leaf) {
-  e->kind = dtype[0] == 'b' && dtype[1] == 'f' ? 'u' : dtype[0];
+  e->kind = dtype[0] == 'b' && dtype[1] == 'f' ? 'V' : dtype[0];
   e->itemsize = (npy_intp)md_itemsize(leaf->kernel);
   e->ndim = (int)PyTuple_GET_SIZE(shape);
   e->shape = PyMem_Calloc((size_t)e->ndim + 1, sizeof(npy_intp));
