@@ -302,7 +302,7 @@ def tree_of(names: dict[type[BaseException], str]) -> str:
         below = sorted(children.get(error, []), key=lambda child: names[child])
         for child in below:
             branch, indent = (
-                ("└── ", "    ") if child is below[-1] else ("├── ", "│   ")
+                ("`-- ", "    ") if child is below[-1] else ("|-- ", "|   ")
             )
             first, *_ = (child.__doc__ or "").splitlines()
             drawn.append((before + branch + names[child], first.replace("`", "")))
@@ -313,6 +313,13 @@ def tree_of(names: dict[type[BaseException], str]) -> str:
         draw(root, "")
     width = max(len(left) for left, _ in drawn)
     return "".join(f"{left:{width}}  {right}".rstrip() + "\n" for left, right in drawn)
+
+
+def test_mpidist_docs_prints_to_any_terminal():
+    pages = [
+        path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts
+    ]
+    assert [path for path in pages if not text_of(path).isascii()] == []
 
 
 def test_the_tree_of_exceptions_is_that_of_the_code():
