@@ -17,7 +17,16 @@ import numpy as np
 import mpidist
 from mpidist._base.types import HostArray, Nest
 from mpidist._cli import facts, system_checks
-from mpidist._cli.facts import FAILED, OK, CheckFailedError, Finding, Job, attempt, ok
+from mpidist._cli.facts import (
+    BUG,
+    FAILED,
+    OK,
+    CheckFailedError,
+    Finding,
+    Job,
+    attempt,
+    ok,
+)
 from mpidist._cli.speaking import Parser, positive_seconds, say
 from mpidist._mpi import versions
 from mpidist._mpi.library import query_cuda_support
@@ -276,9 +285,11 @@ def check(arguments: Sequence[str]) -> int:
     names = ["ranks"] if job.stranger else list(_CHECKS)  # others would fail for this
     if given.folder is None and not job.stranger:
         names.remove("folder")
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in names:
         found = attempt(job, _CHECKS[name])
+        if found.advice == BUG and any(row["state"] == FAILED for row in rows):
+            found = dataclasses.replace(found, advice="see above")
         rows.append({"name": name, **dataclasses.asdict(found)})
         if not given.json:
             say(f"{name:<15} {found.state:<6}  {found.text}")

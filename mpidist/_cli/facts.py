@@ -178,7 +178,9 @@ def attempt(job: _J, check: Callable[[_J], Finding]) -> Finding:
         mine = Finding(str(failure), failure.advice, FAILED)
     except Exception as error:
         first_line = str(error).partition("\n")[0]
-        mine = Finding(f"{type(error).__name__}: {first_line}", BUG, FAILED)
+        # The settings are the user's, and the message of a ValueError says all.
+        advice = "" if isinstance(error, ValueError) else BUG
+        mine = Finding(f"{type(error).__name__}: {first_line}", advice, FAILED)
     findings: list[Finding] = job.comm.allgather(mine)
     worst = max(findings, key=lambda one: _STATES.index(one.state))  # the first of them
     ranks = [rank for rank, one in enumerate(findings) if one.state == worst.state]
