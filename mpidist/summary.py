@@ -17,7 +17,11 @@ import weakref as _weakref
 from collections import abc as _abc
 
 from mpidist._base import backend as _backend, threads as _threads
-from mpidist._base.expect import as_int as _as_int, expect as _expect
+from mpidist._base.expect import (
+    as_int as _as_int,
+    as_path as _as_path,
+    expect as _expect,
+)
 from mpidist._base.remedies import publish as _publish
 from mpidist._runtime import context as _context
 from mpidist._values.distributed import is_per_replica as _is_per_replica
@@ -110,7 +114,8 @@ def create_file_writer(
         filename_suffix: the end of the file's name; None: ".v2".
         name: accepted and ignored.
     """
-    return SummaryWriter(_os.fspath(logdir), filename_suffix or ".v2")
+    logdir = _as_path("summary.create_file_writer", logdir)
+    return SummaryWriter(logdir, filename_suffix or ".v2")
 
 
 def create_noop_writer() -> SummaryWriter:
@@ -134,14 +139,15 @@ def scalar(
         too.
 
     Raises:
-        TypeError, ValueError: if this returns True, and ``data`` is not a number, or
-            there is no step.
+        TypeError: if this would return True, and ``name`` is no str, ``data`` is not a
+            number, or there is no step.
     """
     here = _state()
     if here.writer is None or not should_record_summaries():
         return False
     hint = 'write `strategy.reduce("MEAN", value, axis=None)` for a PerReplica'
     call, what = "summary.scalar", "`data` to be a number"
+    _expect(isinstance(name, str), call, "`name` to be a str", name)
     _expect(not _is_per_replica(data), call, what, data, hint)
     array, _ = _backend.as_array(data, call)
     is_real = array.shape == () and _backend.number_kind(array.dtype) in "biuf"
@@ -149,7 +155,7 @@ def scalar(
     value = float(_backend.to_host(array))
     step = here.step if step is None else step
     hint = "write `step=optimizer.iterations`, or call `mpidist.summary.set_step(step)`"
-    number = _as_int("summary.scalar", "step", step, hint=hint)
+    number = _as_int(call, "step", step, hint=hint)
     if _is_writer():
         text = _field(1, name.encode()) + b"\x15" + _float_32(value)
         here.writer._write(_event(_field(5, _field(1, text)), number))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidist._base import gpus, guests
+from mpidist._base.expect import expect
 from mpidist._base.types import Array, DeviceArray, DType, HostArray, Nest, Shape
 
 LeafKind = Literal["array", "scalar", "number", "torch", "jax"]
@@ -62,6 +63,40 @@ def as_real(x: object) -> float | None:
         return None
     array = as_array(x, "a setting")[0]
     return float(to_host(array)) if number_kind(array.dtype) in "iuf" else None
+
+
+def as_number(
+    call: str,
+    name: str,
+    value: object,
+    fits: Callable[[float], bool],
+    which: str,
+    kind: str = "a number",
+) -> float:
+    """Return a setting as a float.
+
+    Args:
+        call: the name of what it is a setting of, such as "SGD".
+        name: of the setting.
+        value: the setting.
+        fits: returns whether a number is allowed.
+        which: the numbers that are, in words.
+        kind: what else would be allowed, in words.
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if the number is not allowed.
+    """
+    x = as_real(value)
+    expect(x is not None, call, f"`{name}` to be {kind}", value)
+    assert x is not None
+    expect(fits(x), call, f"`{name}` to be {which}", value, error=ValueError)
+    return x
+
+
+def as_positive(call: str, name: str, value: object) -> float:
+    """Return a setting above 0 as a float; see `as_number`."""
+    return as_number(call, name, value, lambda x: x > 0, "above 0")
 
 
 def is_number(x: object) -> bool:

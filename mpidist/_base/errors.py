@@ -3,13 +3,13 @@
 ::
 
     RuntimeError
-    ├── CheckpointError               a checkpoint is damaged, or does not fit
-    └── CollectiveError
-        ├── CollectiveMismatchError   the ranks called different things
-        ├── CollectiveTimeoutError    a rank did not come
-        ├── OutOfSyncError            copies of a variable differ
-        ├── ReplicaError              another rank raised
-        └── ReplicaLostError          the process of a rank has died
+    |-- CheckpointError               a checkpoint is damaged, or does not fit
+    `-- CollectiveError
+        |-- CollectiveMismatchError   the ranks called different things
+        |-- CollectiveTimeoutError    a rank did not come
+        |-- OutOfSyncError            copies of a variable differ
+        |-- ReplicaError              another rank raised
+        `-- ReplicaLostError          the process of a rank has died
 
 All other exceptions of mpidist are built-in: ``TypeError`` and ``ValueError``
 for invalid arguments, ``RuntimeError`` for a call in the wrong context.
@@ -21,6 +21,7 @@ import inspect
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -144,12 +145,17 @@ def on_rank(rank: int, message: str) -> str:
     return f"[rank {rank}] {message}"
 
 
-def level_of_caller() -> int:
-    """Return what `stacklevel` is for the first frame outside of this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_code.co_filename.startswith(PACKAGE):
+def warn_caller(text: str) -> None:
+    """Warn, at the first line outside of this package: the program's, which calls it.
+
+    For what the program can change; `mpidist._base.reporting.warn` is for the rest.
+    """
+    frame, level = sys._getframe(), 1
+    while frame.f_back and (
+        frame.f_code.co_filename.startswith(PACKAGE) or is_of_library(frame)
+    ):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 
 def format_exception(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from typing import Any
 
 from mpidist._base.types import Shape
@@ -61,6 +62,13 @@ def as_int(
             f"{hint and '; '}{hint}"
         )
     return number
+
+
+def as_path(call: str, path: Any, hint: str = "") -> str:
+    """Return a path as a str; raise a TypeError for anything else, and for ""."""
+    fits = isinstance(path, (str, os.PathLike)) and os.fspath(path)
+    expect(fits, call, "a path, a str or `os.PathLike`", path, hint)
+    return os.fsdecode(path)
 
 
 def as_row_weights(call: str, weights: Any, shape: Shape) -> Any:

@@ -134,11 +134,9 @@ class CommunicationOptions:
         """Return these options, overridden by the fields that ``options`` sets."""
         if options is None:
             return self
-        if not isinstance(options, CommunicationOptions):
-            raise TypeError(
-                "expected `options` to be a `mpidist.experimental."
-                f"CommunicationOptions`, got {type(options).__name__}"
-            )
+        name = "CommunicationOptions"
+        what = f"`options` to be a `mpidist.experimental.{name}`"
+        expect(isinstance(options, CommunicationOptions), name, what, options)
         unset = vars(CommunicationOptions())
         given = {name: x for name, x in vars(options).items() if x != unset[name]}
         return dataclasses.replace(self, **given)

@@ -130,7 +130,7 @@ def as_reduce_op(value: object, call: str) -> ReduceOp:
         hint = _FUNCTIONS
     raise TypeError(
         f"{call}: expected `reduce_op` to be a `mpidist.ReduceOp` or its name, got "
-        f"{value!r} of type {type(value).__name__}{hint}"
+        f"{value!r:.80} of type {type(value).__name__}{hint}"
     )
 
 

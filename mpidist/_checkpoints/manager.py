@@ -6,17 +6,15 @@ import contextlib
 import operator
 import os
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from mpidist._base import threads
-from mpidist._base.errors import CheckpointError
-from mpidist._base.expect import as_int, expect
+from mpidist._base.errors import CheckpointError, warn_caller
+from mpidist._base.expect import as_int, as_path, expect
 from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import manifest, replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
-from mpidist._checkpoints.saved_objects import as_path
 from mpidist._checkpoints.storage import CheckpointReader, manifest_of
 from mpidist._runtime.interruptions import tells
 from mpidist._values.variable import Variable
@@ -105,7 +103,7 @@ class CheckpointManager:
                 max_to_keep, checkpoint_name, checkpoint_interval, step_counter
             )
             storage.check_format({}, format)
-            given_directory = as_path(directory, call.name)
+            given_directory = as_path(call.name, directory)
         self._checkpoint = checkpoint
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
@@ -381,7 +379,8 @@ def latest_checkpoint(
     Returns:
         The path; None if there is no checkpoint.
     """
-    return find_latest(checkpoint_dir, checkpoint_name)
+    directory = as_path("latest_checkpoint", checkpoint_dir)
+    return find_latest(directory, checkpoint_name)
 
 
 def find_latest(
@@ -412,14 +411,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
         CheckpointError: if it is damaged.
         TypeError: if ``path`` is no path.
     """
-    expect(
-        isinstance(path, (str, os.PathLike)),
-        "load_checkpoint",
-        "`path` to be the path of a checkpoint",
-        path,
-        "where `latest_checkpoint` returns None there is no checkpoint yet",
-    )
-    return CheckpointReader(latest_checkpoint(path) or path)
+    hint = "where `latest_checkpoint` returns None there is no checkpoint yet"
+    path = as_path("load_checkpoint", path, hint)
+    return CheckpointReader(find_latest(path) or path)
 
 
 def _delete(path: str, call: str) -> None:
@@ -428,19 +422,11 @@ def _delete(path: str, call: str) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        warnings.warn(
-            f"{call}: the old checkpoint {path!r} cannot be deleted: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_caller(f"{call}: the old checkpoint {path!r} cannot be deleted: {error}")
 
 
 def _warn(path: str, reason: str) -> None:
-    warnings.warn(
-        f"CheckpointManager: the checkpoint {path!r} is skipped: {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    warn_caller(f"CheckpointManager: the checkpoint {path!r} is skipped: {reason}")
 
 
 def _as_number(given: object) -> int:

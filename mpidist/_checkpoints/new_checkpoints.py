@@ -6,10 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from mpidist._base.expect import expect
+from mpidist._base.backend import as_number
+from mpidist._base.expect import as_path, expect
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.manager import find_latest
-from mpidist._checkpoints.saved_objects import as_path
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -67,10 +67,9 @@ def _paths(
     began = time.monotonic()
 
     def check() -> None:
-        as_path(checkpoint_dir, _NAME)
+        as_path(_NAME, checkpoint_dir)
         for name, value in (("min_interval_secs", interval), ("timeout", timeout or 0)):
-            expected = f"`{name}` to be a number of seconds"
-            expect(isinstance(value, (int, float)), _NAME, expected, value)
+            as_number(_NAME, name, value, lambda x: x >= 0, "0 seconds or more")
         expected = "`timeout_fn` to be a function"
         expect(timeout_fn is None or callable(timeout_fn), _NAME, expected, timeout_fn)
 

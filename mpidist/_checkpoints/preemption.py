@@ -25,7 +25,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any, Final
@@ -33,6 +32,7 @@ from typing import Any, Final
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import run_section
 from mpidist._base import threads
+from mpidist._base.errors import warn_caller
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_attributes
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
@@ -209,7 +209,7 @@ class PreemptionCheckpointHandler:
             if call.guard.broken:
                 raise
             text = f"{call.name}: an earlier save has failed: {error}"
-            call.on_rank_0(lambda: warnings.warn(text, RuntimeWarning, stacklevel=2))
+            call.on_rank_0(lambda: warn_caller(text))
         forget_interval(self._manager)
         save = self._config.save_fn or self._manager.save
         # Not in the strategy's scope: the user's function may use another strategy.

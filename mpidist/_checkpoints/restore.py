@@ -22,7 +22,6 @@ import functools
 import gc
 import itertools
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
@@ -31,6 +30,7 @@ import numpy as np
 
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import checksums
+from mpidist._base.errors import warn_caller
 from mpidist._base.types import DType, HostArray, Shape, record
 from mpidist._checkpoints import contents, restoring
 from mpidist._checkpoints.collective_call import CollectiveCall
@@ -387,10 +387,8 @@ class Restore:
     def _tell(self, items: Iterable[Item]) -> None:
         """Warn, on rank 0, that some items keep their values."""
         if self._reader is not None:
-            warnings.warn(
-                f"Checkpoint.restore: {unnoticed([item.name for item in items])}",
-                RuntimeWarning,
-                stacklevel=2,
+            warn_caller(
+                f"Checkpoint.restore: {unnoticed([item.name for item in items])}"
             )
 
     def __del__(self) -> None:

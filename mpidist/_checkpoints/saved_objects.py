@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from mpidist._base.expect import as_path
 from mpidist._checkpoints import contents, exchange, replace, storage
 from mpidist._checkpoints.collective_call import CollectiveCall, Write, wait_for_threads
 from mpidist._checkpoints.exchange import Values
@@ -194,16 +195,9 @@ class SavedObjects:
         call.wait_for_save()
         target = None
         if not (optional and path is None):
-            target = call.attempt(lambda: as_path(path, name))
+            target = call.attempt(lambda: as_path(name, path))
         call.agree(f" of {{{', '.join(map(str, items))}}}{details}")
         return call, items, target
-
-
-def as_path(path: object, call: str) -> str:
-    """Return a path as str; raise a TypeError for anything else."""
-    if isinstance(path, (str, os.PathLike)) and os.fspath(path):
-        return os.fsdecode(path)
-    raise TypeError(f"{call}: expected a path, a str or `os.PathLike`, got {path!r}")
 
 
 def _values(

@@ -17,6 +17,7 @@ from mpidist import _native
 from mpidist._agreement.channel import between_of
 from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest
+from mpidist._base.expect import as_int
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.memory import LINE
 from mpidist._base.options import CommunicationOptions
@@ -94,6 +95,7 @@ class AllGathers:
                 )
             pairs = [backend.as_array(leaf, call) for leaf in leaves]
             arrays = [x for x, _ in pairs]
+            axis = as_int(call, "axis", axis)
             axes = [_check_axis(x, axis, call) for x in arrays]
             alone = len(leaves) == 1 and leaves[0] is tree
             call_key = (call, axis, None if alone else structure, options)
@@ -173,12 +175,7 @@ def _new_core(
     return _native.core.Gather(channel, rows, fingerprint, timeout_ms)
 
 
-def _check_axis(x: Array, axis: object, call: str) -> int:
-    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise TypeError(
-            f"{call}: expected `axis` to be an int, got {axis!r} of type "
-            f"{type(axis).__name__}"
-        )
+def _check_axis(x: Array, axis: int, call: str) -> int:
     if x.ndim == 0:
         raise ValueError(
             f"{call}: expected arrays of at least one dimension, got {x.dtype.name} "
@@ -191,7 +188,7 @@ def _check_axis(x: Array, axis: object, call: str) -> int:
             f"{call}: expected -{x.ndim} <= axis < {x.ndim} for {backend.describe(x)}, "
             f"got axis={axis}"
         )
-    return int(axis) % int(x.ndim)
+    return axis % int(x.ndim)
 
 
 def _shape_without(shape: Shape, axis: int) -> str:

@@ -8,13 +8,12 @@ and all decide the same from them (`decide`).
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Literal
 
 from mpidist._base import gpus, reporting
 from mpidist._base.environment import Environment
-from mpidist._base.errors import level_of_caller
+from mpidist._base.errors import warn_caller
 from mpidist._base.options import CommunicationImplementation
 from mpidist._base.types import record
 from mpidist._collectives.nccl import NcclTransport, connect
@@ -253,7 +252,7 @@ class TransportChoice:
         raised = b""
         if self._comm.rank == 0 and text not in _told:
             try:
-                warnings.warn(text, RuntimeWarning, stacklevel=level_of_caller())
+                warn_caller(text)
                 _told.add(text)
             except RuntimeWarning as error:
                 raised = str(error).encode()

@@ -38,14 +38,13 @@ from __future__ import annotations
 import functools
 import pickle
 import types
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base.errors import level_of_caller
+from mpidist._base.errors import warn_caller
 from mpidist._base.fingerprint import fingerprint
 from mpidist._collectives.collectives import Collectives
 from mpidist._merge.object_parts import (
@@ -295,12 +294,10 @@ class Changes:
         first, *others = [set(pickle.loads(row)) for row in rows]
         alone = first.difference(*others)
         if alone and comm.rank == 0:
-            warnings.warn(
+            warn_caller(
                 f"merge_call: merge_fn has changed {', '.join(sorted(alone))} on rank "
                 "0, and not on the other ranks, which do not run it; write a "
-                "`mpidist.Variable`, or change it after the `merge_call`",
-                RuntimeWarning,
-                stacklevel=level_of_caller(),
+                "`mpidist.Variable`, or change it after the `merge_call`"
             )
 
 

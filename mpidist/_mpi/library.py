@@ -11,12 +11,11 @@ import functools
 import importlib
 import os
 import sys
-import warnings
 from typing import Any, Final, NoReturn, TypeAlias
 
 from mpidist._base import threads
 from mpidist._base.environment import read_environment
-from mpidist._base.errors import level_of_caller
+from mpidist._base.errors import warn_caller
 from mpidist._base.expect import expect
 from mpidist._mpi import launcher
 
@@ -186,14 +185,12 @@ def warn_of_copies() -> None:
     """Warn, on process 0, that each process of a launch runs the program by itself."""
     launch = None if read_environment().alone else _find_copies()
     if launch is not None and not launch.rank:
-        warnings.warn(
+        warn_caller(
             f"mpidist: the launcher started {launch.size} processes, but there is no "
             "strategy yet: each process has its own variables, and without a strategy "
             "runs the program by itself. Write `mpidist.experimental_set_strategy("
             "mpidist.MPIStrategy())` at the beginning, or make variables in `with "
-            f"strategy.scope():`. If this is meant, set {launcher.ALLOW_ALONE}=1",
-            RuntimeWarning,
-            stacklevel=level_of_caller(),
+            f"strategy.scope():`. If this is meant, set {launcher.ALLOW_ALONE}=1"
         )
 
 

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Final
@@ -22,7 +21,7 @@ from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._base import reporting, threads
 from mpidist._base.environment import Environment
-from mpidist._base.errors import format_ranks
+from mpidist._base.errors import format_ranks, warn_caller
 from mpidist._mpi import library
 from mpidist._mpi.communicator import Communicator
 from mpidist._runtime import process_exit
@@ -99,10 +98,9 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     blocks.remove(recording)
     if not recording.guards:
-        warnings.warn(
+        warn_caller(
             "mpidist.timeline: no MPIStrategy was made in the block, so nothing was "
-            f"recorded in {recording.path}; make it inside",
-            stacklevel=3,
+            f"recorded in {recording.path}; make it inside"
         )
         return
     recording.end()

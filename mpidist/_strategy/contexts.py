@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from mpidist._base import backend, checksums, nest, threads
 from mpidist._base.environment import debugging, read_environment
-from mpidist._base.errors import level_of_caller
+from mpidist._base.errors import warn_caller
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Nest
 from mpidist._mpi import library
@@ -308,13 +307,11 @@ def warn_of_own_value(call: str = "all_reduce") -> None:
     require_scope(call)
     for group in list(_open.get()):
         _open.get().clear()
-        warnings.warn(
+        warn_caller(
             f"[rank {group.replica_id}] {call}: this code runs outside of every scope, "
             "in the default strategy of one replica, so each rank gets its own "
             f"value back, not one of all {group.num_replicas} replicas of {group}; "
-            "call it in a function that you pass to `strategy.run(fn)`",
-            RuntimeWarning,
-            stacklevel=level_of_caller(),
+            "call it in a function that you pass to `strategy.run(fn)`"
         )
         return
 

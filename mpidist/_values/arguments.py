@@ -6,14 +6,13 @@ Nothing here communicates, and nothing changes the variable.
 from __future__ import annotations
 
 import enum
-import warnings
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, gpus
-from mpidist._base.errors import level_of_caller
+from mpidist._base.errors import warn_caller
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.threads import ReplicaLocal
@@ -129,13 +128,11 @@ class Attributes:
         if self.on_read or _warned.get():
             return
         _warned.get().append(self.name)
-        warnings.warn(
+        warn_caller(
             f"[rank {frame.group.replica_id}] {call} scope, so each of the "
             f"{frame.group.num_replicas} replicas writes one of its own, and their "
             "values may differ; make it in `with strategy.scope():`, or with "
-            'synchronization="ON_READ" if each process is to have its own',
-            RuntimeWarning,
-            stacklevel=level_of_caller(),
+            'synchronization="ON_READ" if each process is to have its own'
         )
 
 

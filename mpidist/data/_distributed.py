@@ -19,7 +19,6 @@ import io
 import operator
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -31,8 +30,8 @@ from mpidist._base.environment import debugging
 from mpidist._base.errors import (
     CollectiveMismatchError,
     by_value,
-    level_of_caller,
     on_rank,
+    warn_caller,
 )
 from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint
@@ -187,11 +186,7 @@ class DistributedDataset:
         unknown = int(not sample)
         same = group.guard.agree_on(Call(text), sample, unknown)
         if not (same or group.guard.largest):
-            warnings.warn(
-                on_rank(group.replica_id, f"{call}: {_DIFFERENT_ROWS}"),
-                RuntimeWarning,
-                stacklevel=level_of_caller(),
-            )
+            warn_caller(on_rank(group.replica_id, f"{call}: {_DIFFERENT_ROWS}"))
         made._number = group.registry.next_key()
         return made
 

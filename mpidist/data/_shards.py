@@ -95,12 +95,9 @@ def input_of(dataset: object, call: str) -> Stage:
             "its rows, or a list of batches"
         )
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if indexed or hasattr(dataset, "__iter__"):
-        return Items(dataset, call)
-    raise TypeError(
-        f"{call}: expected a `mpidist.data.Dataset`, a list of batches, or an iterable "
-        f"of them, got {dataset!r:.80} of type {type(dataset).__name__}"
-    )
+    what = "a `mpidist.data.Dataset`, a list of batches, or an iterable of them"
+    expect(indexed or hasattr(dataset, "__iter__"), call, what, dataset)
+    return Items(dataset, call)
 
 
 def _holds_rows(x: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -13,7 +12,7 @@ import numpy as np
 
 from mpidist._base import reporting
 from mpidist._base.cache import Cache
-from mpidist._base.errors import level_of_caller, on_rank
+from mpidist._base.errors import on_rank, warn_caller
 from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_keywords
@@ -192,11 +191,7 @@ def _warn_of_no_rows(group: ReplicaGroup, loss: Any, call: str) -> None:
             'MEAN of all ranks; write `op="SUM"`, and in the loss `losses.sum() / n`, '
             "with the number of rows of all ranks (`mpidist docs sum_or_mean`)"
         )
-        warnings.warn(
-            on_rank(group.replica_id, text),
-            RuntimeWarning,
-            stacklevel=level_of_caller(),
-        )
+        warn_caller(on_rank(group.replica_id, text))
 
 
 def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str, number: int) -> None:

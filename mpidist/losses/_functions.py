@@ -226,9 +226,9 @@ def check_options(
     """Raise a ValueError if an option of a loss is none that it can have."""
     hint = "write `numpy.moveaxis(x, axis, -1)` for the predictions and one-hot labels"
     expect(axis == -1, call, "`axis` to be -1", axis, hint, error=ValueError)
-    expect(delta > 0, call, "`delta` to be positive", delta, error=ValueError)
-    what, fits = "`label_smoothing` to be from 0 to 1", 0 <= label_smoothing <= 1
-    expect(fits, call, what, label_smoothing, error=ValueError)
+    backend.as_positive(call, "delta", delta)
+    name, value = "label_smoothing", label_smoothing
+    backend.as_number(call, name, value, lambda x: 0 <= x <= 1, "from 0 to 1")
 
 
 def one_hot(y_true: Nest, y_pred: Nest) -> Pair:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import losses
-from mpidist._base.expect import expect
+from mpidist._base.expect import as_int, expect
 from mpidist._base.types import HostArray, Nest
 from mpidist.metrics._metrics import Mean, _of_shape, _OfPairs, _sums_of_rows
 
@@ -174,7 +174,7 @@ class SparseTopKCategoricalAccuracy(_Compared):
         self, k: int = 5, name: str | None = None, dtype: object = None
     ) -> None:
         super().__init__(name)
-        self.k = k
+        self.k: int = as_int(type(self).__name__, "k", k, least=1)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         labels = _of_shape(true, pred.shape[:-1], self._call)

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from mpidist._base.expect import expect
+from mpidist._base.backend import as_number
+from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import HostArray, Nest
 from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs
@@ -197,9 +198,8 @@ class AUC(_Confusion):
     ) -> None:
         fits = curve in ("ROC", "PR")
         expect(fits, "AUC", '`curve` to be "ROC" or "PR"', curve, error=ValueError)
-        what = "`num_thresholds` to be 2 or more"
-        expect(num_thresholds >= 2, "AUC", what, num_thresholds, error=ValueError)
-        limits = np.linspace(0.0, 1.0, num_thresholds)
+        count = as_int("AUC", "num_thresholds", num_thresholds, least=2)
+        limits = np.linspace(0.0, 1.0, count)
         limits[0], limits[-1] = -1e-7, 1 + 1e-7
         super().__init__(limits.tolist(), name, from_logits)
         self.curve = curve
@@ -231,11 +231,10 @@ class _BestAt(_Confusion):
     def _begin(
         self, least: float, num_thresholds: int, name: str | None, argument: str
     ) -> None:
-        call, what = type(self).__name__, f"`{argument}` from 0 to 1"
-        expect(0 <= least <= 1, call, what, least, error=ValueError)
-        what = "`num_thresholds` to be 1 or more"
-        expect(num_thresholds >= 1, call, what, num_thresholds, error=ValueError)
-        limits = np.linspace(0, 1, num_thresholds) if num_thresholds > 1 else [0.5]
+        call = type(self).__name__
+        as_number(call, argument, least, lambda x: 0 <= x <= 1, "from 0 to 1")
+        count = as_int(call, "num_thresholds", num_thresholds, least=1)
+        limits = np.linspace(0, 1, count) if count > 1 else [0.5]
         _Confusion.__init__(self, list(limits), name)
         self._least = least
 

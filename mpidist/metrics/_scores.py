@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import numpy as np
 
-from mpidist._base.errors import level_of_caller
+from mpidist._base.backend import as_number, as_positive
+from mpidist._base.errors import warn_caller
 from mpidist._base.expect import as_int, expect
 from mpidist._base.types import HostArray, Nest
 from mpidist.metrics._confusion import _ratio
@@ -86,10 +86,10 @@ class FBetaScore(_OfColumns):
         fits = average in (None, "micro", "macro", "weighted")
         what = '`average` to be "micro", "macro", "weighted" or None'
         expect(fits, call, what, average, error=ValueError)
-        expect(beta > 0, call, "`beta` above 0", beta, error=ValueError)
-        fits = threshold is None or 0 < threshold <= 1
-        what = "`threshold` above 0, up to 1"
-        expect(fits, call, what, threshold, error=ValueError)
+        as_positive(call, "beta", beta)
+        if threshold is not None:
+            fit = lambda x: 0 < x <= 1  # noqa: E731
+            as_number(call, "threshold", threshold, fit, "above 0, up to 1")
         self.average = average
         self.beta: float = beta
         self.threshold: float | None = threshold
@@ -216,9 +216,7 @@ class R2Score(_OfColumns):
         elif self.num_regressors and samples:
             text = f"{samples:.0f} labels are too few for the adjusted score"
             hint = "it is the standard one; write `num_regressors=0`"
-            warnings.warn(
-                f"R2Score.result: {text} with {self.num_regressors} regressors; {hint}",
-                RuntimeWarning,
-                stacklevel=level_of_caller(),
+            warn_caller(
+                f"R2Score.result: {text} with {self.num_regressors} regressors; {hint}"
             )
         return scores

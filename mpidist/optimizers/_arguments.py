@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend, checksums
-from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.names import listed
 from mpidist._base.types import Array, Nest
@@ -27,35 +26,6 @@ APPLY: Final = "apply_gradients"
 array_functions: Final[ModuleType] = np
 Gradient: TypeAlias = Nest
 """An array, a number, a distributed value of these, or None; never a container."""
-
-
-def number(
-    call: str,
-    argument: str,
-    value: object,
-    fits: Callable[[float], bool],
-    which: str,
-    kind: str = "a number",
-) -> float:
-    """Return a setting as a float.
-
-    Args:
-        call: the name of what it is a setting of, such as "SGD".
-        argument: its name.
-        value: the setting.
-        fits: returns whether a number is allowed.
-        which: the numbers that are, in words.
-        kind: what else would be allowed, in words.
-
-    Raises:
-        TypeError: if it is not a number.
-        ValueError: if the number is not allowed.
-    """
-    x = backend.as_real(value)
-    expect(x is not None, call, f"`{argument}` to be {kind}", value)
-    assert x is not None
-    expect(fits(x), call, f"`{argument}` to be {which}", value, error=ValueError)
-    return x
 
 
 def split_pairs(

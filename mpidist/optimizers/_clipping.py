@@ -11,7 +11,7 @@ import numpy as np
 from mpidist._base import backend, nest
 from mpidist._base.types import Array, Nest
 from mpidist._values.distributed import is_per_replica
-from mpidist.optimizers._arguments import array_functions, number
+from mpidist.optimizers._arguments import array_functions
 
 # Elements processed at a time: on the host as many as fit into a core's cache, on a GPU
 # enough to keep it busy.
@@ -57,7 +57,7 @@ def clip_by_global_norm(
         clipped  # {'w': array([0.6, 0.8]), 'b': None}
     """
     call = "clip_by_global_norm"
-    clip = _limit(call, "clip_norm", clip_norm)
+    clip = backend.as_positive(call, "clip_norm", clip_norm)
     leaves, structure = nest.flatten(grads)
     for leaf in leaves:
         if is_per_replica(leaf):
@@ -90,7 +90,7 @@ def check_limits(kind: str, settings: Mapping[str, object]) -> dict[str, float]:
     if len(given) > 1:
         names = " and ".join(f"`{name}`" for name in given)
         raise ValueError(f"{kind}: got {names}; leave out all but one")
-    return {name: _limit(kind, name, settings[name]) for name in given}
+    return {name: backend.as_positive(kind, name, settings[name]) for name in given}
 
 
 def scales_for(
@@ -108,10 +108,6 @@ def scales_for(
         return [clip_scale(global_norm([x], scratch), limit) for x in arrays]
     norm = global_norm(arrays, scratch)
     return [clip_scale(norm, limits["global_clipnorm"])] * len(arrays)
-
-
-def _limit(call: str, argument: str, value: object) -> float:
-    return number(call, argument, value, lambda x: x > 0, "above 0")
 
 
 def blocks(x: Array) -> Iterator[slice]:

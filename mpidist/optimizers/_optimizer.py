@@ -44,7 +44,6 @@ from mpidist.optimizers._arguments import (
     collect,
     group_among,
     group_for,
-    number,
     split_pairs,
 )
 from mpidist.optimizers._clipping import check_limits
@@ -641,11 +640,11 @@ def _check_setting(kind: str, key: str, x: object, limit: float | None) -> float
     if limit is None:
         return bool(x)
     which = f"0 or more{f' and below {limit:g}' if limit < math.inf else ''}"
-    return number(kind, key, x, lambda x: 0 <= x < limit, which)
+    return backend.as_number(kind, key, x, lambda x: 0 <= x < limit, which)
 
 
 def _check_rate(call: str, rate: object) -> float:
-    return number(
+    return backend.as_number(
         call,
         "learning_rate",
         rate,

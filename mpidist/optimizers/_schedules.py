@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from mpidist._base.backend import as_number, as_positive
 from mpidist._values.variable import Variable
 
 Rate = float | Callable[[int], float]
@@ -145,7 +146,7 @@ def cosine_decay(
             ``warmup_steps`` without a target.
     """
     call = "cosine_decay"
-    _check_steps(call, "decay_steps", decay_steps)
+    as_positive(call, "decay_steps", decay_steps)
     if warmup_target is None:
         if warmup_steps:
             raise ValueError(
@@ -182,10 +183,9 @@ def cosine_decay_restarts(
             less than 1.
     """
     call = "cosine_decay_restarts"
-    _check_steps(call, "first_decay_steps", first_decay_steps)
-    if not t_mul >= 1:
-        raise ValueError(f"{call}: expected `t_mul` to be 1 or more, got {t_mul!r}")
-    initial, longer, smaller = map(float, (initial_learning_rate, t_mul, m_mul))
+    as_positive(call, "first_decay_steps", first_decay_steps)
+    longer = as_number(call, "t_mul", t_mul, lambda x: x >= 1, "1 or more")
+    initial, smaller = map(float, (initial_learning_rate, m_mul))
     return functools.partial(
         _restarting, initial, first_decay_steps, longer, smaller, float(alpha)
     )
@@ -210,7 +210,7 @@ def exponential_decay(
     Raises:
         ValueError: if ``decay_steps`` is not greater than 0.
     """
-    _check_steps("exponential_decay", "decay_steps", decay_steps)
+    as_positive("exponential_decay", "decay_steps", decay_steps)
     initial, rate = float(initial_learning_rate), float(decay_rate)
     return functools.partial(_exponential, initial, decay_steps, rate, staircase)
 
@@ -235,7 +235,7 @@ def inverse_time_decay(
     Raises:
         ValueError: if ``decay_steps`` is not greater than 0.
     """
-    _check_steps("inverse_time_decay", "decay_steps", decay_steps)
+    as_positive("inverse_time_decay", "decay_steps", decay_steps)
     initial, rate = float(initial_learning_rate), float(decay_rate)
     return functools.partial(_inverse_time, initial, decay_steps, rate, staircase)
 
@@ -263,7 +263,7 @@ def polynomial_decay(
     Raises:
         ValueError: if ``decay_steps`` is not greater than 0.
     """
-    _check_steps("polynomial_decay", "decay_steps", decay_steps)
+    as_positive("polynomial_decay", "decay_steps", decay_steps)
     initial, end = float(initial_learning_rate), float(end_learning_rate)
     return functools.partial(_polynomial, initial, decay_steps, end, power, cycle)
 
@@ -312,11 +312,6 @@ def linear_warmup(
     Raises:
         ValueError: if ``warmup_steps`` is not greater than 0.
     """
-    _check_steps("linear_warmup", "warmup_steps", warmup_steps)
+    as_positive("linear_warmup", "warmup_steps", warmup_steps)
     rate = of_step(learning_rate) if callable(learning_rate) else learning_rate
     return functools.partial(_warming_up, rate, warmup_steps)
-
-
-def _check_steps(call: str, argument: str, steps: int) -> None:
-    if not steps > 0:
-        raise ValueError(f"{call}: expected `{argument}` to be above 0, got {steps!r}")

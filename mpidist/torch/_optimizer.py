@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from mpidist._base import backend
-from mpidist._base.expect import expect
+from mpidist._base.backend import as_number
+from mpidist._base.expect import as_int, expect
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_keywords, missing_name
 from mpidist._runtime import context
@@ -103,14 +103,10 @@ class DistributedOptimizer(_AnyOptimizer):
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{call}: the optimizer is a {call} already")
         k, norm = backward_passes_per_step, max_norm
-        fits: object = isinstance(k, int) and not isinstance(k, bool) and k > 0
-        what = "`backward_passes_per_step` to be an int, 1 or more"
-        expect(fits, call, what, k, error=ValueError)
+        k = as_int(call, "backward_passes_per_step", k, least=1)
         if norm is not None:
-            norm = backend.as_real(norm)
-            fits = norm is not None and 0 < norm < math.inf
-            what = "`max_norm` to be greater than 0"
-            expect(fits, call, what, max_norm, error=ValueError)
+            fits = lambda x: 0 < x < math.inf  # noqa: E731
+            norm = as_number(call, "max_norm", norm, fits, "above 0, and finite")
         what = "`overlap` to be True, False or None"
         expect(overlap is None or isinstance(overlap, bool), call, what, overlap)
         self._optimizer = optimizer

@@ -98,6 +98,8 @@ def test_rank_0_writes_what_all_ranks_give(strategy, folder):
             TypeError, match=r"write `strategy\.reduce\(\"MEAN\", value"
         ):
             summary.scalar("of this rank alone", losses)
+        with pytest.raises(TypeError, match="`name` to be a str, got 3"):
+            summary.scalar(3, 1.0)
     assert summary.scalar("after", 1.0, step=0) is False
     writer.flush()
     writer.close()
@@ -123,6 +125,8 @@ def test_default_writers_and_steps_are_set_and_set_back(tmp_path):
         summary.set_step(None)
         with pytest.raises(TypeError, match=r"write `step=optimizer\.iterations`"):
             summary.scalar("no step", 1)
+        with pytest.raises(TypeError, match="create_file_writer: expected a path"):
+            summary.create_file_writer(None)
         with pytest.raises(TypeError, match=r"`data` to be a number, got array"):
             summary.scalar("not one number", np.zeros(2), step=1)
     outer.close()

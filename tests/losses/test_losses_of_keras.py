@@ -179,7 +179,7 @@ def test_settings_are_checked():
     with pytest.raises(ValueError, match=r"crossentropy: .* `axis` to be -1"):
         losses.sparse_categorical_crossentropy([1], LOGITS[:1], axis=0)
     for call in (losses.Huber, lambda delta: losses.huber(REAL, REAL, delta)):
-        with pytest.raises(ValueError, match="`delta` to be positive, got -1"):
+        with pytest.raises(ValueError, match="`delta` to be above 0, got -1"):
             call(-1.0)
     smoothed = (losses.BinaryCrossentropy, mpidist.metrics.CategoricalCrossentropy)
     for call in (*smoothed, partial(losses.binary_crossentropy, REAL, REAL)):

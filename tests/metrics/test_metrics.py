@@ -465,16 +465,31 @@ def test_what_keras_gives(strategy, folder, size, kind, options, given, expected
     assert metric.result() == pytest.approx(expected)
 
 
+def test_settings_that_are_no_numbers_are_refused():
+    metrics, losses = mpidist.metrics, mpidist.losses
+    for call, line in (
+        (lambda x: metrics.AUC(x), "AUC: .*`num_thresholds` to be an int"),
+        (lambda x: metrics.TopKCategoricalAccuracy(x), "`k` to be an int"),
+        (lambda x: metrics.FBetaScore("micro", x), "`beta` to be a number"),
+        (lambda x: metrics.RecallAtPrecision(x), "`precision` to be a number"),
+        (lambda x: losses.Huber(x), "Huber: .*`delta` to be a number"),
+    ):
+        with pytest.raises(TypeError, match=f"{line}, got '2' of type str"):
+            call("2")
+    with pytest.raises(ValueError, match="`k` to be 1 or more, got 0"):
+        metrics.SparseTopKCategoricalAccuracy(k=0)
+
+
 def test_what_scores_refuse():
     metrics = mpidist.metrics
     two = metrics.F1Score(num_classes=2)
     for call, line in (
         (metrics.F1Score, "`num_classes`, as variables are made before the first"),
         (lambda: metrics.F1Score("mean", num_classes=2), '`average` to be "micro"'),
-        (lambda: metrics.FBetaScore("micro", beta=0.0), "`beta` above 0"),
-        (lambda: metrics.F1Score("micro", threshold=1.5), "`threshold` above 0"),
+        (lambda: metrics.FBetaScore("micro", beta=0.0), "`beta` to be above 0"),
+        (lambda: metrics.F1Score("micro", threshold=1.5), "`threshold` to be above 0"),
         (lambda: metrics.R2Score("mean"), "`class_aggregation` in"),
-        (lambda: metrics.PrecisionAtRecall(1.5), "`recall` from 0 to 1"),
+        (lambda: metrics.PrecisionAtRecall(1.5), "`recall` to be from 0 to 1"),
         (lambda: metrics.RecallAtPrecision(0.5, 0), "`num_thresholds` to be 1"),
         (lambda: two.update_state([[1, 0, 0]], [[0.5, 0.5, 0.1]]), "num_classes="),
         (lambda: metrics.R2Score().update_state([1.0], [1.0]), "num_outputs="),

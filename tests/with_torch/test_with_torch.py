@@ -479,7 +479,7 @@ def test_wrong_arguments(strategy, rank, torch, mt):
         (TypeError, an_optimizer, lambda: wrap(model)),
         (TypeError, "already", lambda: wrap(wrap(sgd))),
         (ValueError, "1 or more", lambda: wrap(sgd, backward_passes_per_step=0)),
-        (ValueError, "greater than 0", lambda: wrap(sgd, max_norm=0)),
+        (ValueError, "to be above 0", lambda: wrap(sgd, max_norm=0)),
         (TypeError, "overlap", lambda: wrap(sgd, overlap="yes")),
         (ValueError, "accumulate inside", lambda: two_passes.step(x.sum)),
         (TypeError, an_optimizer, lambda: share_state(model)),
