@@ -282,6 +282,9 @@ class DistributedDataset:
     def __len__(self) -> int:
         return self._stage.require_length("DistributedDataset")
 
+    def __bool__(self) -> bool:
+        return True
+
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold all elements into one value. Collective.
 

@@ -55,6 +55,9 @@ class ElasticDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def __bool__(self) -> bool:
+        return True
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

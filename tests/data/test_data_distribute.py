@@ -602,6 +602,7 @@ def test_length_cardinality_and_spec(distribute):
     assert endless.cardinality() == data.INFINITE_CARDINALITY
     with pytest.raises(TypeError, match="an infinite dataset"):
         len(endless)
+    assert bool(endless) is True  # in `if dataset:`, as in TensorFlow
     generator = distribute(iter(as_list(14, 8)))
     assert generator.cardinality() == data.UNKNOWN_CARDINALITY
     with pytest.raises(TypeError, match="not known"):

@@ -361,6 +361,7 @@ def test_a_loop_that_was_left_is_at_its_end():
         _count(strategy, state, batch)
         break
     assert len(state.batches) == 5
+    assert bool(state.batches) is True
     state.commit()  # behind the loop: the next one begins an epoch
     first = _sums(strategy, state)
     strategy, storage = _hold(state)
