@@ -553,7 +553,8 @@ def _to_json(value: Any, name: str) -> Any:
     if isinstance(value, dict):
         return {key: _to_json(part, name) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json(part, name) for part in value]
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(_to_json(part, name) for part in value)
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -569,6 +570,6 @@ def _from_json(value: Any) -> Any:
         if set(value) == {"__bytes__"}:
             return base64.b64decode(value["__bytes__"])
         return {key: _from_json(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_from_json(part) for part in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_from_json, value))
     return value

@@ -47,11 +47,13 @@ class ResumableIterator:
         return batches[self.index - 1]
 
     def get_state(self):
-        return {"index": np.int64(self.index), "raw": b"\x00\xff", "list": [1, None]}
+        parts = {"raw": b"\x00\xff", "list": [1, None], "pair": (1, (2, b"x"))}
+        return {"index": np.int64(self.index), **parts}
 
     def set_state(self, state):
         assert state["raw"] == b"\x00\xff"
         assert state["list"] == [1, None]
+        assert state["pair"] == (1, (2, b"x"))  # as those of `random.Random`
         self.index = state["index"]
 
 
