@@ -64,7 +64,7 @@ def perform(group: ReplicaGroup, name: str, *args: Any, call: str = "") -> Any:
         frame = context.require_cross_replica(group, call or name)
         if frame.coordinator is not None:
             return frame.coordinator.command(name, args)
-        return execute(group, name, args)
+        return _operations[name](group, *args)
     except BaseException as error:
         interruptions.left(group, call or name, error)
         # Users look for their own code. Not in a section: its end finds out from the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final, NoReturn, TypeAlias, overload
@@ -74,7 +75,6 @@ class Strategy:
         """Wrap a group of replicas for users."""
         group.strategy = self
         self._group = group
-        self._extended = StrategyExtended(group)
         self._cluster_resolver: MPIClusterResolver | None = None
 
     def __repr__(self) -> str:
@@ -87,10 +87,10 @@ class Strategy:
     def __reduce__(self) -> NoReturn:
         self._group.__reduce__()
 
-    @property
+    @functools.cached_property
     def extended(self) -> StrategyExtended:
         """Additional methods, for libraries."""
-        return self._extended
+        return StrategyExtended(self._group)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -444,7 +444,7 @@ class Strategy:
         self, colocate_with_variable: object
     ) -> contextlib.AbstractContextManager[None]:
         """See `StrategyExtended.colocate_vars_with`; this is its older location."""
-        return self._extended.colocate_vars_with(colocate_with_variable)
+        return self.extended.colocate_vars_with(colocate_with_variable)
 
     @overload  # of a function without types
     def experimental_distribute_values_from_function(

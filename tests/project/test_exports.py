@@ -117,6 +117,8 @@ def public_members() -> Iterator[tuple[str, Any]]:
             value = inspect.getattr_static(kind, name)
             if isinstance(value, (classmethod, staticmethod)):
                 value = value.__func__
+            if isinstance(value, functools.cached_property):
+                value = property(value.func)
             if inspect.isfunction(value) or isinstance(value, property):
                 yield f"{class_name}.{name}", value
 
