@@ -37,7 +37,9 @@ def host_op(dtype: str, operation: str) -> tuple[Any, Any]:
     mpi = mpi_module()
     if operation == "SUM" and dtype in _ADDED:
         return mpi.Datatype.fromcode(np.dtype(dtype).char), mpi.SUM
-    op = make_op(_native.core.op_function(dtype, operation), commutes=True)
+    # Of two NaNs the left one's bits win, which is the same one in rank order only.
+    commutes = operation in ("MIN", "MAX")
+    op = make_op(_native.core.op_function(dtype, operation), commutes=commutes)
     nbytes = int(dtype.lstrip("bfiuc"))
     return mpi.BYTE.Create_contiguous(nbytes).Commit(), op
 

@@ -149,6 +149,17 @@ def test_extremes_of_long_doubles_are_in_one_order(
 
 @core_by_mpi
 @by_layout
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_products_of_nan_have_the_same_bits_on_all_ranks(on_nodes, rank, count):
+    strategy = on_nodes()
+    product = all_reduce(strategy, "PROD", np.full(count, -np.nan if rank else np.nan))
+    assert np.isnan(product).all()
+    bits = strategy.run(lambda: product.view(np.uint64))
+    assert (strategy.reduce("MAX", bits, axis=None) == product.view(np.uint64)).all()
+
+
+@core_by_mpi
+@by_layout
 def test_the_guard_and_merge_calls(on_nodes, rank, size):
     assert_guards_and_merges(on_nodes(), rank, size)
 
