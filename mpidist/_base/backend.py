@@ -273,6 +273,14 @@ def copied(x: Nest) -> Nest:
     return x.detach().clone() if guests.kind_of(x) == "torch" else x
 
 
+def read_only(x: Nest) -> Nest:
+    """Return a view of a NumPy array that cannot be written; other leaves unchanged."""
+    if isinstance(x, np.ndarray):
+        x = x.view()
+        x.flags.writeable = False
+    return x
+
+
 def as_given(array: Array, kind: LeafKind) -> Nest:
     """Return an array as one of the library that the leaf was of; NumPy for numbers."""
     if kind == "torch" or kind == "jax":

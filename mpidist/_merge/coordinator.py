@@ -98,7 +98,7 @@ class Coordinator:
             self._close()
         if arrays:
             group.collectives.send_arrays(arrays, "merge_call")
-        return result if whole is None else whole.unflatten(map(_own_result, leaves))
+        return result if whole is None else whole.unflatten(map(own_component, leaves))
 
     def _send_error(self, error: BaseException) -> None:
         """Send the exception of merge_fn."""
@@ -126,8 +126,9 @@ class Coordinator:
 
         Of an array it is a copy, since the program may keep using it.
         """
-        if isinstance(leaf, Mirrored) and not self._registry.has(leaf):
-            leaf = component(leaf)
+        made_here = isinstance(leaf, DistributedValues) and not self._registry.has(leaf)
+        if made_here and (isinstance(leaf, Mirrored) or not self._several):
+            leaf = component(leaf)  # what differs is scattered
         return backend.copied(leaf)
 
     # --- operations ---------------------------------------------------------------
@@ -166,9 +167,7 @@ class Coordinator:
                 set_gathered(value, column)
                 self._fetched.append(weakref.ref(value))
             else:
-                for x in column:
-                    if not backend.is_device_array(x):
-                        x.flags.writeable = False
+                column = tuple(map(backend.read_only, column))
             columns.append(column)
         return columns
 
@@ -348,11 +347,3 @@ def _check_mirrored(value: Mirrored) -> None:
             f"merge_fn made a Mirrored of components that differ: {value!r:.200}; "
             "write `mpidist.PerReplica(...)` for a value of each replica's own"
         )
-
-
-def _own_result(leaf: Nest) -> Nest:
-    """Return rank 0's part of a value; a copy, as the others get, of one made here."""
-    if not isinstance(leaf, DistributedValues):
-        return leaf
-    own = own_component(leaf)
-    return own if gathered(leaf) is None else backend.copied(own)

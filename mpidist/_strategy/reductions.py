@@ -54,19 +54,18 @@ def reduce_by_ops(
     Collective: it is `ReplicaGroup.all_reduce` if there is one.
     """
     leaves, structure = nest.flatten(tree)
-    registry, own = group.registry, [own_component(x) for x in leaves]
-    # If this fails, some rank may not have made the call: it is counted afterwards.
+    registry = group.registry
+    # Copies: the user's operations may add in place, or return what they get. If this
+    # fails, some rank may not have made the call: it is counted afterwards.
     wrapped = [
-        registry.wrap(PerReplica, x, (registry.count, -1 - i))
-        for i, x in enumerate(own)
+        registry.wrap(
+            PerReplica, backend.copied(own_component(x)), (registry.count, -1 - i)
+        )
+        for i, x in enumerate(leaves)
     ]
     results = group.custom_ops.batch_reduce(op, [(x, x) for x in wrapped], options)
     registry.next_key()
-    given = {id(x) for x in own if backend.is_array(x)}  # which they may return
-    sums = map(own_component, results)
-    return structure.unflatten(
-        [backend.copied(x) if id(x) in given else x for x in sums]
-    )
+    return structure.unflatten(map(own_component, results))
 
 
 def reduce_pairs(

@@ -89,9 +89,7 @@ class VariableStorage:
         # because the last bits of a sum, for example, depend on the order.
         host = np.array(backend.to_host(value), order="C")
         self.array: Array = backend.place(host, group.collectives.device)
-        self.view: Array = self.array.view()
-        if not backend.is_device_array(self.array):
-            self.view.flags.writeable = False
+        self.view: Array = backend.read_only(self.array)
         self.fingerprint: Callable[[int], int] = checksums.fingerprinter(self.array)
         self.key: tuple[int, int] = _NO_KEY  # until the registry has the variable
         self.restored = 0
@@ -222,12 +220,8 @@ class OnReadStorage(VariableStorage):
         call = self.describe_call(
             "reading, which all ranks have to do since it is ON_READ,"
         )
-        # The user's operations may add in place, or return a view of what they get.
-        own = self.array if self.group.custom_ops is None else self.array.copy()
-        result: Array = self._combine(own, call)
-        if isinstance(result, np.ndarray):
-            result.flags.writeable = False  # as for other variables; no copy changes
-        return result
+        # Read-only, as other variables: no copy changes with it.
+        return backend.read_only(self._combine(self.array, call))
 
     def write(self, how: str, value: Nest) -> None:
         """Write the own copy in a replica context, without communication."""
@@ -286,10 +280,7 @@ class DividedStorage(OnReadStorage):
             "reading, which all ranks have to do since it is divided among them,"
         )
         whole: Array = self.group.collectives.all_gather(self.array, 0, None, call)
-        whole = whole.reshape(self.shape)
-        if isinstance(whole, np.ndarray):
-            whole.flags.writeable = False
-        return whole
+        return backend.read_only(whole.reshape(self.shape))
 
     def component(self) -> NoReturn:
         """Raise: parts do not correspond to each other."""

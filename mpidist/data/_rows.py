@@ -147,14 +147,7 @@ def _native(x: HostArray) -> HostArray:
 
 def protected(tree: Nest) -> Nest:
     """Return an element that is kept and given again: its arrays cannot be changed."""
-
-    def protect(x: Any) -> Any:
-        if isinstance(x, np.ndarray):
-            x = x.view()
-            x.flags.writeable = False
-        return x
-
-    return nest.map_structure(protect, tree)
+    return nest.map_structure(backend.read_only, tree)
 
 
 def unshared(tree: Nest) -> Nest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import os
@@ -303,6 +304,30 @@ def test_a_state_that_one_rank_refuses_changes_nothing(
     del second.restore
     assert manager.restore_or_initialize() == path
     assert (w.numpy(), first.position, second.position) == (1.0, 1, 2)
+
+
+class Counts:
+    """Gives away its own counter, and fills it again."""
+
+    def __init__(self, **counts):
+        self.counts = collections.Counter(counts)
+
+    def state_dict(self):
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state):
+        self.counts.clear()
+        self.counts.update(state["counts"])
+
+
+def test_a_counter_keeps_its_counts_if_another_object_refuses(tmp_path):
+    counts = Counts(a=1)
+    checkpoint = mpidist.Checkpoint(a=counts, b=Iterator(-1))
+    checkpoint.save(tmp_path / "a")
+    counts.counts["a"] = 7
+    with pytest.raises(ValueError, match="cannot go back"):
+        checkpoint.restore(tmp_path / "a")
+    assert counts.counts == {"a": 7}
 
 
 @core_on_ranks

@@ -477,6 +477,10 @@ def test_reading_where_operations_write_into_what_they_get(strategy_with):
     with strategy.scope():
         first = v.value().copy()
         np.testing.assert_array_equal(v.value(), first)
+    x = np.ones(2)
+    total = local(strategy, lambda: context().all_reduce("SUM", x))
+    total[...] = 3.0
+    np.testing.assert_array_equal(x, [1.0, 1.0])
 
 
 def test_which_classes_reduce_several_values_one_at_a_time():
