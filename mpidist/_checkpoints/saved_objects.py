@@ -32,7 +32,6 @@ from mpidist._checkpoints.state_json import Packed, Stored, own_copy
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._values.variable import storage_of
 
 Restored: TypeAlias = tuple[list[str], Restore]
 """The names of the items that were restored, and what was left."""
@@ -215,12 +214,7 @@ def _values(
     def read() -> tuple[dict[str, Stored], dict[str, Packed]]:
         for item in variables:  # alike on all replicas, which have compared the items
             item.check()
-        arrays = {
-            item.name: item.variable.read_value()
-            if item.on_read
-            else storage_of(item.variable).view
-            for item in variables
-        }
+        arrays = {item.name: item.variable.value() for item in variables}
         for later in items:
             if isinstance(later, LaterItem):
                 kept = later.owner.__saved_unbuilt__()

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.reduce_op import MPIOp, ReduceOp
-from mpidist._base.types import Array, DType, Shape
+from mpidist._base.types import Array, DType
 from mpidist._collectives.compression import Compression
 from mpidist._collectives.dtype_table import Reduction
 from mpidist._collectives.plan import Leaf, PreparedPlan, Results, Signature
@@ -141,21 +141,16 @@ class BucketReduce(PreparedPlan[_Call]):
     def _prepare(self, arrays: list[Array]) -> _Call:
         self._transports.device.check()
         packed = {
-            on_device: self._empty(arrays[index], (nbytes,), _BYTES)
+            on_device: self._pool.empty_like(arrays[index], (nbytes,), _BYTES)
             for on_device, (nbytes, index) in self._packed.items()
         }
         if not self._wanted:
             return _Call(arrays, [None] * len(arrays), packed)
         results = [
-            self._empty(x, leaf.shape, leaf.reduction.result)
+            self._pool.empty_like(x, leaf.shape, leaf.reduction.result)
             for x, leaf in zip(arrays, self._leaves, strict=True)
         ]
         return _Call(arrays, results, packed)
-
-    def _empty(self, near: Array, shape: Shape, dtype: DType) -> Array:
-        if backend.is_device_array(near):
-            return backend.empty_like(near, shape, dtype)
-        return self._pool.empty(shape, dtype)
 
     def _move(self, work: _Call) -> None:
         # Of each transport: what moves together. One of them is packed, since all

@@ -27,7 +27,7 @@ from mpidist._collectives.observed import (
     values_from_rank_0,
     values_to_all,
 )
-from mpidist._collectives.pool import array_in
+from mpidist._collectives.pool import arrays_in
 from mpidist._collectives.resources import Resources, timed
 from mpidist._timeline.observer import NO_ROUTE, observed
 
@@ -96,7 +96,7 @@ class Copies:
             transports = resources.transports_of(merged)
             leaves, structure = nest.flatten(tree)
             pairs = [backend.as_array(leaf, call) for leaf in leaves]
-            results = [backend.contiguous(x).copy() for x, _ in pairs]
+            results = [x.copy() for x, _ in pairs]
         text = structure.render([backend.describe(x) for x in results])
         text += resources.text_of_devices(results, structure)
         resources.guard.agree(Call(f"{call} {text}"), merged.timeout_seconds)
@@ -334,20 +334,17 @@ class Copies:
 
     def _zeros(self, like: list[Array]) -> list[Array]:
         """Return zeros; host arrays in one slot, each at the begin of a cache line."""
-        node, slot, start = self.resources.node, None, 0
-        on_host = [x for x in like if not backend.is_device_array(x)]
-        sizes = [round_up(x.nbytes, LINE) for x in on_host]
-        if node is not None and any(sizes):
-            slot = node.pool.take(sum(sizes))
-        if slot is not None:
-            np.frombuffer(slot, np.uint8)[:] = 0
-        zeros: list[Array] = []
-        for x in like:
-            if slot is None or backend.is_device_array(x):
-                zeros.append(backend.module_of(x).zeros(x.shape, x.dtype))
-            else:
-                zeros.append(array_in(x.shape, x.dtype, slot, start))
-                start += round_up(x.nbytes, LINE)
+        node = self.resources.node
+        zeros = [backend.module_of(x).zeros(x.shape, x.dtype) for x in like]
+        here = [i for i, x in enumerate(like) if not backend.is_device_array(x)]
+        if node is not None:
+            kinds = [(like[i].shape, like[i].dtype) for i in here]
+            ends = itertools.accumulate(round_up(like[i].nbytes, LINE) for i in here)
+            *starts, nbytes = 0, *ends
+            arrays, _ = arrays_in(node.pool, kinds, starts, nbytes)
+            for i, x in zip(here, arrays, strict=True):
+                x[...] = 0
+                zeros[i] = x
         return zeros
 
     def check_plain(self, call: str, values: list[Nest]) -> None:

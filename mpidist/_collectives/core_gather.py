@@ -33,7 +33,7 @@ from mpidist._collectives.mpi_gather import (
 )
 from mpidist._collectives.node import Node
 from mpidist._collectives.plan import Plan, Results
-from mpidist._collectives.pool import array_in
+from mpidist._collectives.pool import arrays_in
 from mpidist._collectives.resources import Resources
 
 
@@ -177,13 +177,7 @@ class ArenaGather(MpiGather):
 
     def _in_arena(self, totals: Sequence[int]) -> Memory:
         """Return memory for results of these lengths."""
-        starts = self._core.layout(tuple(totals))
-        slot = self.node.pool.take(starts[-1])
-        results: list[Array] = []
-        for leaf, n, start in zip(self._leaves, totals, starts[:-1], strict=True):
-            shape = leaf.shape(n)
-            if slot is None:
-                results.append(np.empty(shape, leaf.dtype))
-            else:
-                results.append(array_in(shape, leaf.dtype, slot, start))
-        return Memory(results, NOWHERE if slot is None else slot.offset)
+        *starts, nbytes = self._core.layout(tuple(totals))
+        pairs = zip(self._leaves, totals, strict=True)
+        kinds = [(leaf.shape(n), leaf.dtype) for leaf, n in pairs]
+        return Memory(*arrays_in(self.node.pool, kinds, starts, nbytes))

@@ -24,7 +24,7 @@ from mpidist._base.memory import round_up
 from mpidist._base.types import Array, HostArray
 from mpidist._collectives.node import Node
 from mpidist._collectives.plan import Plan, Results, Signature
-from mpidist._collectives.pool import SMALLEST, array_in
+from mpidist._collectives.pool import SMALLEST, arrays_in
 from mpidist._collectives.resources import Resources
 
 # Every rank adds all data: above this size in all it is faster to divide the work.
@@ -173,7 +173,13 @@ class CoreReduce(Plan):
     ) -> Results | None:
         guard, exchange = self._guard, self._exchange
         try:
-            results, where = self._new_results()
+            where: Sequence[int] = ()
+            if self.arena is None:
+                results: Results = [self._new(*one) for one in self._shapes]
+            else:
+                results, *where = arrays_in(
+                    self.arena, self._shapes, self._starts, self._room
+                )
         except Exception as error:
             raise guard.fail(call, error) from None
         fingerprint, timeout_ms = call.fingerprint, guard.enter(call, timeout)
@@ -200,15 +206,3 @@ class CoreReduce(Plan):
         for i in self._tiny:
             results[i] = results[i].copy()
         return results
-
-    def _new_results(self) -> tuple[Results, tuple[int, ...]]:
-        """Return the results; with an arena also their offset in it."""
-        arena, new = self.arena, self._new
-        slot = None if arena is None else arena.take(self._room)
-        if slot is None:
-            results = [new(shape, dtype) for shape, dtype in self._shapes]
-            return results, () if arena is None else (_native.core.NOWHERE,)
-        return [
-            array_in(shape, dtype, slot, start)
-            for (shape, dtype), start in zip(self._shapes, self._starts, strict=True)
-        ], (slot.offset,)

@@ -108,7 +108,7 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         for x, leaf, (shape, dtype) in rows:
             x = backend.contiguous(x if x.dtype == dtype else x.astype(dtype))
             # NumPy calls an empty array aligned wherever it is
-            call.sources.append(x if x.flags.aligned and x.size else x.copy())
+            call.sources.append(x if x.size else x.copy())
             result = None
             if self._wanted:
                 result = self._pool.empty(shape, leaf.reduction.result)

@@ -223,10 +223,7 @@ class MpiGather(Plan):
         results: list[Array] = []
         for i, (x, leaf) in enumerate(zip(arrays, self._leaves, strict=True)):
             shape = leaf.shape(sum(row[i] for row in rows))
-            if backend.is_device_array(x):
-                results.append(backend.empty_like(x, shape, leaf.dtype))
-            else:
-                results.append(self._pool.empty(shape, leaf.dtype))
+            results.append(self._pool.empty_like(x, shape, leaf.dtype))
         limit = min(_PACKED_BYTES * len(every), _PACKED_BYTES_IN_ALL)
         packs = self._packs and max(self._nbytes(row) for row in rows) <= limit
         messages = []

@@ -8,18 +8,45 @@ are (``py_memory.c``). A result that the user keeps, or a view of it, keeps its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from mpidist import _native
-from mpidist._base.types import DType, HostArray, Shape
+from mpidist._agreement.channel import NOWHERE
+from mpidist._base import backend
+from mpidist._base.types import Array, DType, HostArray, Shape
 
 SMALLEST: Final = 64 * 1024
 
 array_in: Final[Callable[..., HostArray]] = np.ndarray
 """Makes an array: ``array_in(shape, dtype, slot, start)``."""
+
+
+def arrays_in(
+    slots: _native.Pool,
+    kinds: Sequence[tuple[Shape, DType]],
+    starts: Sequence[int],
+    nbytes: int,
+) -> tuple[list[Any], int]:
+    """Return uninitialized arrays in one slot, and its offset.
+
+    Where there is no room for it they have memory of their own, which is `NOWHERE`.
+
+    Args:
+        slots: of an arena.
+        kinds: the shapes and dtypes of the arrays.
+        starts: where in the slot they begin.
+        nbytes: the size of the slot.
+    """
+    slot = slots.take(nbytes)
+    if slot is None:
+        return [np.empty(shape, dtype) for shape, dtype in kinds], NOWHERE
+    return [
+        array_in(shape, dtype, slot, start)
+        for (shape, dtype), start in zip(kinds, starts, strict=True)
+    ], slot.offset
 
 
 class Pool:
@@ -43,6 +70,12 @@ class Pool:
             if slot is not None:
                 return array_in(shape, dtype, slot)
         return np.empty(shape, dtype)
+
+    def empty_like(self, x: Array, shape: Shape, dtype: DType) -> Array:
+        """Return an uninitialized array, on the GPU that ``x`` is on."""
+        if backend.is_device_array(x):
+            return backend.empty_like(x, shape, dtype)
+        return self.empty(shape, dtype)
 
     def _map(self) -> _native.Pool | None:
         try:
