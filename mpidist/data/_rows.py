@@ -150,11 +150,10 @@ def protected(tree: Nest) -> Nest:
     return nest.map_structure(backend.read_only, tree)
 
 
-def unshared(tree: Nest) -> Nest:
-    """Return such an element, with copies of arrays that have no such flag."""
-    return nest.map_structure(
-        lambda x: x if isinstance(x, np.ndarray) else backend.copied(x), tree
-    )
+def unshared(x: Nest) -> Nest:
+    """Return a leaf that is kept, for the program: a copy, if it can be changed."""
+    is_kept = isinstance(x, np.ndarray) and not x.flags.writeable
+    return x if is_kept else backend.copied(x)
 
 
 def copied(tree: Nest) -> Nest:
@@ -189,10 +188,17 @@ def _parts_like(template: Nest, other: Nest) -> Iterator[Nest]:
             yield from _parts_like(inner[key], given[key])
 
 
-def convert_lists(tree: Nest, convert: Callable[[list[Any]], Nest]) -> Nest:
-    """Return a nest with ``convert(list)`` in place of each outermost list."""
+def convert_lists(
+    tree: Nest,
+    convert: Callable[[list[Any]], Nest],
+    leaf: Callable[[Nest], Nest] = lambda x: x,
+) -> Nest:
+    """Return a nest with ``convert(list)`` in place of each outermost list.
+
+    And with ``leaf(x)`` in place of the other leaves.
+    """
     return nest.map_structure(
-        lambda x: convert(x) if isinstance(x, list) else x,
+        lambda x: convert(x) if isinstance(x, list) else leaf(x),
         tree,
         is_leaf=lambda x: isinstance(x, list),
     )

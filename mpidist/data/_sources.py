@@ -33,6 +33,7 @@ from mpidist.data._rows import (
     longest_text,
     map_like,
     protected,
+    unshared,
 )
 from mpidist.data._stages import (
     END,
@@ -120,8 +121,8 @@ class Rows(Stage):
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         for token in tokens:
-            # In new dicts and lists: functions of the program may change them.
-            yield convert_lists(self._source[int(token)], copy.copy)
+            # New dicts, lists and arrays: functions of the program may change them.
+            yield convert_lists(self._source[int(token)], copy.copy, unshared)
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         return self._spec

@@ -673,7 +673,7 @@ class Cache(Derived):
                 known = itertools.takewhile(self._values.__contains__, numbers)
                 found = [self._values[number] for number in known]
             # What cannot be made read-only is given away as a copy.
-            yield from map(unshared, found)
+            yield from (nest.map_structure(unshared, x) for x in found)
         if failure is not None:
             raise failure
 
@@ -690,7 +690,7 @@ class Cache(Derived):
                         part = RowBlock(protected(list(part.leaves)), part.structure)
                     self._parts[key] = part
                 part = self._parts[key]
-            return part and RowBlock(unshared(list(part.leaves)), part.structure)
+            return part and RowBlock([*map(unshared, part.leaves)], part.structure)
 
         return LazyBlock(self.parent.open(kept).rows, read)
 

@@ -153,6 +153,13 @@ def test_lists_in_mappings_are_arrays(kind):
         assert dataset.element_spec["x"].shape == (2,)
 
 
+def test_a_function_that_changes_an_array_does_not_change_a_sequence():
+    rows = [{"x": np.ones(1)}, {"x": np.full(1, 2.0)}]
+    dataset = slices(collections.UserList(rows))
+    dataset = dataset.map(lambda row: np.multiply(row["x"], 2, out=row["x"])).repeat(2)
+    assert lists(dataset) == [[2], [4], [2], [4]]
+
+
 def test_elements_are_copies_in_the_byte_order_of_this_machine(tmp_path):
     np.arange(6).tofile(tmp_path / "rows")
     swapped = np.arange(6).astype(np.dtype(np.int64).newbyteorder())
