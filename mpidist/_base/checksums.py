@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.types import Array, DType, Nest
+from mpidist._base.types import Array, Nest
 
 # Of any buffer: NumPy's types say that arrays are one only from Python 3.12 on.
 _crc32: Final[Callable[..., int]] = zlib.crc32
@@ -30,7 +30,7 @@ _MASK: Final = 2**62 - 1
 
 
 def summarize(x: Array, most_bytes: int | None = None) -> str:
-    """Return a short text that differs if the values differ in a single bit.
+    """Return a short text that differs if dtype, shape or a bit of the values does.
 
     Small arrays are written out. For large ones it is a checksum of their ends and of
     509 sums of their 64-bit words, so it differs, too, if values have moved (unless by
@@ -43,8 +43,9 @@ def summarize(x: Array, most_bytes: int | None = None) -> str:
     """
     raw = backend.value_bytes(x)
     size, host = int(raw.size), backend.to_host
-    checksum = _crc32(host(raw[-_SMALL_BYTES:]), _crc32(host(raw[:_SMALL_BYTES])))
+    checksum = _crc32(host(raw[:_SMALL_BYTES]), _form(x))
     if size > _SMALL_BYTES:
+        checksum = _crc32(host(raw[-_SMALL_BYTES:]), checksum)
         step = 1 if most_bytes is None else max(1, size // most_bytes)
         words = raw[: size // 8 * 8].view(np.uint64)[::step]
         rows = words[: words.size // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
@@ -76,7 +77,7 @@ def sample(x: Array) -> str:
 
 
 def fingerprint_of_array(x: Array, seed: int) -> int:
-    """Return a fingerprint that usually differs if values or dtypes differ.
+    """Return a fingerprint that usually differs if values, dtypes or shapes differ.
 
     It is the same on every rank, and for arrays on the host and on a GPU. Of arrays of
     more than 64 KiB it reads the ends and some words in between; which words depends on
@@ -86,7 +87,7 @@ def fingerprint_of_array(x: Array, seed: int) -> int:
         x: the array.
         seed: a number that is the same on all ranks.
     """
-    return _look_at(backend.value_bytes(x), x.dtype)(seed)
+    return _look_at(backend.value_bytes(x), _form(x))(seed)
 
 
 def fingerprinter(x: Array) -> Callable[[int], int]:
@@ -99,16 +100,20 @@ def fingerprinter(x: Array) -> Callable[[int], int]:
     """
     if x.dtype.char in "gG":  # whose values are copied each time
         return lambda seed: fingerprint_of_array(x, seed)
-    return _look_at(backend.as_bytes(x), x.dtype)
+    return _look_at(backend.as_bytes(x), _form(x))
 
 
-def _look_at(raw: Array, dtype: DType) -> Callable[[int], int]:
-    """Return what returns the fingerprint of bytes, and of a dtype, for a seed."""
+def _form(x: Array) -> int:
+    """Return a number that differs if a dtype or a shape does."""
     # Not by `dtype.char`: C's long and long long are one dtype, but two of these.
-    number = ord(dtype.kind) << 8 | dtype.itemsize
+    return int(_crc32(f"{x.dtype.str}{x.shape}".encode()))
+
+
+def _look_at(raw: Array, form: int) -> Callable[[int], int]:
+    """Return what returns the fingerprint of bytes of a `_form` for a seed."""
     checksum, host = _crc32, backend.to_host
     if raw.size <= _SMALL_BYTES:
-        return lambda seed: number << 32 | checksum(host(raw))
+        return lambda seed: checksum(host(raw), form)
     words, step = raw[: raw.size // 8 * 8].view(np.uint64), 1
     if words.size > _MOST_WORDS:
         step = max(_LEAST_STEP, int(words.size) // _MOST_WORDS)
@@ -117,7 +122,7 @@ def _look_at(raw: Array, dtype: DType) -> Callable[[int], int]:
     def look(seed: int) -> int:
         some = words[seed % step :: step] if step > 1 else words
         total = int(some.sum(dtype=np.uint64))
-        ends = number << 32 | checksum(host(last), checksum(host(first)))
+        ends = checksum(host(last), checksum(host(first), form))
         return (total * _GOLDEN + ends) & _MASK
 
     return look

@@ -93,7 +93,7 @@ def _paths(
             context.require_program_level(group, _NAME)
             time.sleep(max(0.0, interval - (time.monotonic() - found)))
         elif path is None:
-            if timeout_fn is None or call.on_rank_0(lambda: bool(timeout_fn())):
+            if call.on_rank_0(lambda: timeout_fn is None or bool(timeout_fn())):
                 return
         else:
             continue

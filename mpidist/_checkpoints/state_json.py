@@ -18,8 +18,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from mpidist._agreement import mismatch
 from mpidist._base import backend, checksums, guests
+from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.guests import DeviceCopy
 from mpidist._base.types import Array, HostArray, record
 
@@ -59,7 +59,7 @@ def own_copy(x: Stored, out: HostArray | None = None) -> HostArray:
 def checksum(x: Stored) -> int:
     """Return a number that differs if an array does."""
     array = x.host() if isinstance(x, DeviceCopy) else x
-    return mismatch.fingerprint(checksums.summarize(array))
+    return fingerprint_of(checksums.summarize(array))
 
 
 @record
@@ -78,7 +78,7 @@ class Packed:
     def number(self) -> int:
         """A number that differs if the state does."""
         text = json.dumps(_in_order(self.value), sort_keys=True)
-        return mismatch.fingerprint(f"{text} {sorted(self.checksums.items())}")
+        return fingerprint_of((text, sorted(self.checksums.items())))
 
 
 def pack(state: State, name: str, where: str) -> Packed:

@@ -52,7 +52,7 @@ import numpy as np
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._base import backend, nest, threads
 from mpidist._base.environment import debugging
-from mpidist._base.fingerprint import fingerprint_of_numbers
+from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Nest
 from mpidist._collectives.collectives import Collectives
@@ -187,7 +187,7 @@ def _compare(
     Collective: the header of the merge_call.
     """
     one = len(fingerprints) == 1
-    combined = fingerprints[0] if one else fingerprint_of_numbers(fingerprints)
+    combined = fingerprints[0] if one else fingerprint_of(fingerprints)
     alike = collectives.guard.agree_on(call, combined)
     if alike or one:
         return [alike] * len(fingerprints)

@@ -45,11 +45,7 @@ from mpidist._agreement.sections import SectionResult, join
 from mpidist._base import backend, checksums, nest
 from mpidist._base.errors import CollectiveError
 from mpidist._base.expect import expect
-from mpidist._base.fingerprint import (
-    fingerprint,
-    fingerprint_of_bytes,
-    fingerprint_of_numbers,
-)
+from mpidist._base.fingerprint import fingerprint, fingerprint_of
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context
 from mpidist._runtime.dispatch import check_arguments
@@ -251,7 +247,7 @@ class UpdateBatch(SectionResult):
         numbers = self._numbers
         numbers.append(fingerprint(structure))
         if arguments:
-            numbers.append(fingerprint_of_bytes(arguments.encode()))
+            numbers.append(fingerprint_of(arguments))
         written: list[tuple[VariableStorage, int]] = []
         for v in storages:
             one = v.fingerprint(seed)
@@ -297,7 +293,7 @@ class UpdateBatch(SectionResult):
         name = call or self._failed_in
         what = call_of(name) if name else _BATCH
         try:
-            self.fingerprint = fingerprint_of_numbers(self._numbers)
+            self.fingerprint = fingerprint_of(self._numbers)
             found = join(guard, what, self)
             if found is None:
                 self._kept = None

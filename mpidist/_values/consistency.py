@@ -219,7 +219,7 @@ def find_differences(
     Collective: one header if nothing does.
     """
     own = [*digests.values()]
-    if group.guard.agree_on(call, fingerprint_of(*own)):
+    if group.guard.agree_on(call, fingerprint_of(own)):
         return {}
     data = group.communicator.all_gather_objects(pickle.dumps(own))
     columns = zip(*map(pickle.loads, data), strict=True)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._base import backend, checksums, nest
-from mpidist._base.fingerprint import fingerprint
+from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.types import Array, DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
 
@@ -55,10 +55,10 @@ class RowBlock:
         texts = [
             repr(leaf.tolist())
             if leaf.dtype.kind not in "biufcV"
-            else f"{backend.describe(leaf)} {checksums.summarize(leaf)}"
+            else checksums.summarize(leaf)
             for leaf in self.leaves
         ]
-        return fingerprint(self.structure.render(texts)) or 1
+        return fingerprint_of(self.structure.render(texts)) or 1
 
     def __str__(self) -> str:
         """For example ``{'x': float32 (8, 3)}``."""

@@ -180,7 +180,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             digests = [] if self._checked else list(self._digests())
         if self._checked:
             guard.agree(Call(text))
-        elif guard.agree_on(Call(text), fingerprint_of(*digests)):
+        elif guard.agree_on(Call(text), fingerprint_of(digests)):
             self._checked = True
         else:
             raise OutOfSyncError(

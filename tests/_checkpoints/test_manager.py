@@ -157,9 +157,8 @@ def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeyp
         CheckpointReader, "verify", lambda x: (verified.append(x.path), verify(x))
     )
     with strategy.scope():
-        paths = mpidist.checkpoints_iterator(
-            own, timeout=0.05, timeout_fn=lambda: answers.pop(0)
-        )
+        timeout_fn = (lambda: answers.pop(0)) if rank == 0 else None
+        paths = mpidist.checkpoints_iterator(own, timeout=0.05, timeout_fn=timeout_fn)
         assert list(paths) == []
         assert answers == ([] if rank == 0 else [False, True])
         checkpoint.save(folder / "first")

@@ -425,7 +425,9 @@ def test_an_update_in_an_update(strategy, size):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("how", ["stays", "is overwritten", "is returned", "elsewhere"])
+@pytest.mark.parametrize(
+    "how", ["stays", "is overwritten", "is returned", "its shape", "elsewhere"]
+)
 def test_what_differs_is_found_and_named(strategy, how):
     v = make(strategy, np.zeros(3), name="v")
     w = make(strategy, np.zeros(50_000), name="w")
@@ -434,6 +436,8 @@ def test_what_differs_is_found_and_named(strategy, how):
         x = float(this_replica())
         if how == "is returned":
             return np.full(3, x)
+        if how == "its shape":
+            return np.zeros(4000 + 1000 * int(x))
         if how == "elsewhere":
             return v.assign_add([x] * 3)
         return w.assign_add(np.full(50_000, x))
