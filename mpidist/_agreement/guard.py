@@ -28,7 +28,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from threading import current_thread, get_ident
-from typing import Final
+from typing import Final, TypeVar
 
 from mpidist._agreement.async_calls import AsyncCalls
 from mpidist._agreement.breakdown import Breakdown, Checking, Payload, State
@@ -48,9 +48,11 @@ from mpidist._agreement.notices import at_ends
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
 from mpidist._base.errors import CollectiveError, is_interruption, was_told
+from mpidist._base.fingerprint import fingerprint_of
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._timeline.observer import NOTHING
 
+_T = TypeVar("_T")
 _UNSETTLED: Final = (AGAIN, LEFT)
 
 
@@ -192,6 +194,19 @@ class Guard(CallState):
             if not self.exchange(call, None, value, largest, offset, timeout):
                 raise self.reports.exchange(call)[0]
         return bool(self.channel.verdict[2])
+
+    def values_of_all(self, call: Call, own: _T) -> list[_T]:
+        """Return the values of all ranks, on all of them. Collective.
+
+        One header, as by `agree_on`, if they are the same; else all are gathered.
+
+        Args:
+            call: what this rank is about to do.
+            own: the value of this rank, as for `fingerprint_of`.
+        """
+        if self.agree_on(call, fingerprint_of(own)):
+            return [own] * self._comm.size
+        return self._comm.all_gather_objects(own)
 
     @property
     def largest(self) -> int:

@@ -5,7 +5,6 @@ What a report says, and what a rank raises because of all reports, is in `mismat
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -79,8 +78,7 @@ class Reports:
             if self.batch is not None:
                 report.written = self.batch.undo()
                 self.batch = None
-            data = self._comm.all_gather_objects(pickle.dumps(report))
-            reports: list[Report] = [pickle.loads(item) for item in data]
+            reports = self._comm.all_gather_objects(report)
             self.calls = {report.call for report in reports}
             found = judge(self._comm.rank, reports) if error is None else error
             as_told(found)

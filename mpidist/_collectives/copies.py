@@ -257,8 +257,7 @@ class Copies:
         with self.resources.guard.checking(call):
             data, _ = _write(values, call)
         self.resources.guard.agree(Call(call))
-        rows = self.resources.comm.all_gather_objects(data.tobytes())
-        return [self._read(np.frombuffer(row, np.uint8)) for row in rows]
+        return [*map(self._read, self.resources.comm.all_gather_objects(data))]
 
     def _gather(self, own: HostArray, counts: list[int], call: str) -> HostArray:
         """Return the bytes of all ranks that have a count on rank 0. Collective."""

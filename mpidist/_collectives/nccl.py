@@ -45,10 +45,6 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
     "complex64": ("NCCL_FLOAT32", 2),
     "complex128": ("NCCL_FLOAT64", 2),
 }
-# The first byte of NCCL's id as a message: its type in the CuPy of rank 0.
-_BYTES: Final = b"b"  # CuPy 14
-_INTEGERS: Final = b"i"  # CuPy 13 and older: a tuple of C's chars
-_FAILED: Final = b"-"
 _FEW: Final = 3
 _LONGEST_CONNECT: Final = 300.0  # seconds
 _LATE: Final = "it did not find all ranks within"
@@ -205,15 +201,16 @@ def connect(
     Returns:
         The communicator, and ""; or None, and the reason.
     """
-    data = b""
+    key: Any = None  # bytes, or a tuple of integers before CuPy 14
+    failure = ""
     if comm.rank == 0:
         try:
-            data = _pack_id(gpus.nccl_module().get_unique_id())
+            key = gpus.nccl_module().get_unique_id()
         except Exception as error:
-            data = _FAILED + f"{type(error).__name__}: {error}".encode()
-    data = comm.all_gather_objects(data)[0]
-    if data.startswith(_FAILED):
-        return None, f"rank 0 could not begin: {data[1:].decode()}"
+            failure = f"{type(error).__name__}: {error}"
+    key, failure = comm.all_gather_objects((key, failure))[0]
+    if failure:
+        return None, f"rank 0 could not begin: {failure}"
     made: list[NcclCommunicator] = []
     problem: list[str] = []
 
@@ -221,7 +218,7 @@ def connect(
         try:
             device.activate()
             nccl = gpus.nccl_module()
-            made.append(nccl.NcclCommunicator(comm.size, _unpack_id(data), comm.rank))
+            made.append(nccl.NcclCommunicator(comm.size, key, comm.rank))
             _try_sum(made[0], nccl, comm.size, device)
         except Exception as error:
             problem.append(f"{type(error).__name__}: {error}")
@@ -233,7 +230,7 @@ def connect(
     late = thread.is_alive()
     text = f"{_LATE} {deadline} s" if late else ""
     text = text or "".join(problem)
-    texts = [t.decode() for t in comm.all_gather_objects(text.encode())]
+    texts = comm.all_gather_objects(text)
     if not any(texts):
         return made[0], ""
     if made and not late:
@@ -242,21 +239,6 @@ def connect(
     failed = [f"rank {r}: {t}" for r, t in enumerate(texts) if t]
     failed.sort(key=lambda text: _LATE in text)
     return None, "; ".join(failed[:_FEW]) + ("; ..." if len(failed) > _FEW else "")
-
-
-def _pack_id(key: bytes | tuple[int, ...]) -> bytes:
-    """Return NCCL's id as a message that begins with its type."""
-    if isinstance(key, bytes):
-        return _BYTES + key
-    # int16, since C's char is signed on some machines only.
-    return _INTEGERS + np.array(key, np.int16).tobytes()
-
-
-def _unpack_id(data: bytes) -> bytes | tuple[int, ...]:
-    """Return the id as CuPy gave it on rank 0: the reverse of `_pack_id`."""
-    if data.startswith(_BYTES):
-        return data[1:]
-    return tuple(np.frombuffer(data[1:], np.int16).tolist())
 
 
 def _try_sum(

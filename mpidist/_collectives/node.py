@@ -126,16 +126,15 @@ def open_node(comm: Communicator) -> tuple[Node | None, str]:
     try:
         # A path of each node's first rank; the problem of any.
         path = "" if made is None else made[1]
-        rows = comm.all_gather_objects((f"!{problem}" if problem else path).encode())
-        found = next((row[1:].decode() for row in rows if row.startswith(b"!")), "")
+        rows = comm.all_gather_objects((path, problem))
+        found = next((text for _, text in rows if text), "")
         if found:
             return None, f"no memory in {SHARED_MEMORY}: {found}"
-        path = rows[comm.node_ranks[0]].decode()
+        path = rows[comm.node_ranks[0]][0]
         node, problem = _attempt(
             lambda: connect(map_file(path, total), comm, area, arena)
         )
-        texts = comm.all_gather_objects(problem.encode())
-        found = _first([text.decode() for text in texts])
+        found = _first(comm.all_gather_objects(problem))
         return (None, found) if found else (node, "")
     finally:
         if made is not None:

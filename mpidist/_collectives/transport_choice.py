@@ -249,16 +249,16 @@ class TransportChoice:
             f"go {transport}, which is usually slower. To accept that, without this "
             f"warning, write MPIDIST_IMPLEMENTATION={transport}"
         )
-        raised = b""
+        raised = ""
         if self._comm.rank == 0 and text not in _told:
             try:
                 warn_caller(text)
                 _told.add(text)
             except RuntimeWarning as error:
-                raised = str(error).encode()
+                raised = str(error)
         raised = self._comm.all_gather_objects(raised)[0]
         if raised:
-            raise RuntimeWarning(raised.decode())
+            raise RuntimeWarning(raised)
 
     def choose(
         self,

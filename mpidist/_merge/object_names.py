@@ -36,7 +36,6 @@ not when the first name is needed: by then merge_fn may have replaced objects.
 from __future__ import annotations
 
 import functools
-import pickle
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
@@ -45,7 +44,6 @@ import numpy as np
 
 from mpidist._agreement.mismatch import Call
 from mpidist._base.errors import warn_caller
-from mpidist._base.fingerprint import fingerprint
 from mpidist._collectives.collectives import Collectives
 from mpidist._merge.object_parts import (
     ATOMS,
@@ -287,13 +285,9 @@ class Changes:
         """Warn on rank 0 of what has changed there only. Collective."""
         own = sorted(self._paths())
         call = Call("merge_call (MPIDIST_DEBUG: the same objects changed?)")
-        if collectives.guard.agree_on(call, fingerprint(str(own))):
-            return
-        comm = collectives.comm
-        rows = comm.all_gather_objects(pickle.dumps(own))
-        first, *others = [set(pickle.loads(row)) for row in rows]
+        first, *others = map(set, collectives.guard.values_of_all(call, own))
         alone = first.difference(*others)
-        if alone and comm.rank == 0:
+        if alone and collectives.comm.rank == 0:
             warn_caller(
                 f"merge_call: merge_fn has changed {', '.join(sorted(alone))} on rank "
                 "0, and not on the other ranks, which do not run it; write a "

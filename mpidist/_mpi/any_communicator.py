@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -78,7 +79,7 @@ class AnyCommunicator:
             error = raised
             kind = "M" if isinstance(error, MemoryError) else "E"
             text = f"{kind}{type(error).__name__}: {error}"
-        texts = self._gather_objects(text.encode(errors="replace"))
+        texts = self._gather_bytes(text.encode(errors="replace"))
         if error is not None:
             raise as_told(error)
         for culprit, other in enumerate(texts):
@@ -117,12 +118,13 @@ class AnyCommunicator:
         if send is not None:
             receive[...] = send
 
-    def all_gather_objects(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each rank, on all ranks."""
+    def all_gather_objects(self, x: _T) -> list[_T]:
+        """Return the objects of all ranks, on all of them: copies, made by pickle."""
+        data = pickle.dumps(x)
         self.traffic.count("Allgatherv", len(data))
-        return self._gather_objects(data)
+        return [pickle.loads(row) for row in self._gather_bytes(data)]
 
-    def _gather_objects(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:

@@ -42,7 +42,6 @@ still be in progress.
 from __future__ import annotations
 
 import gc
-import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
@@ -108,17 +107,17 @@ def unused() -> list[tuple[str, int]]:
 
 
 def release_unused(
-    gather: Callable[[bytes], list[bytes]], answers: list[Any] | None = None
+    gather: Callable[[Any], list[Any]], answers: list[Any] | None = None
 ) -> None:
     """Free the resources that no rank uses. Collective.
 
     Args:
-        gather: returns the bytes of all ranks, in one order.
+        gather: returns the objects of all ranks, in one order.
         answers: what `unused` returned on all ranks, if they have exchanged it.
     """
     while True:
         if answers is None:
-            answers = [pickle.loads(data) for data in gather(pickle.dumps(unused()))]
+            answers = gather(unused())
         sent = Counter((key, ranks) for row in answers for key, ranks in row)
         free = sorted(key for (key, ranks), times in sent.items() if times == ranks)
         for key in free:

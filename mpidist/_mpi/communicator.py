@@ -147,7 +147,7 @@ class Communicator(AnyCommunicator):
             self.identity, self.size, self._in_use, self._free, self._is_orphan
         )
         collective_release.release_unused(
-            self._gather_objects, [info["unused"] for info in rank_infos]
+            self.all_gather_objects, [info["unused"] for info in rank_infos]
         )
 
     def _new_buffers(self, comm: MpiComm) -> BufferCollectives:
@@ -311,7 +311,7 @@ class Communicator(AnyCommunicator):
 
     # --- small messages -------------------------------------------------------
 
-    def _gather_objects(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         counts = [row[0] for row in self._gather_integers([len(data)])]
         receive = np.empty(sum(counts), np.uint8)
         self.buffers.all_gather(np.frombuffer(data, np.uint8), receive, counts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +21,6 @@ from mpidist._agreement.mismatch import Key
 from mpidist._base import backend, gpus, interactive, reporting, threads
 from mpidist._base.environment import Environment, debugging, read_environment
 from mpidist._base.expect import expect
-from mpidist._base.fingerprint import fingerprint_of_bytes
 from mpidist._base.options import CommunicationImplementation, CommunicationOptions
 from mpidist._collectives import bits, node
 from mpidist._collectives.collectives import Collectives
@@ -250,13 +248,9 @@ def _make_collectives(
         collectives = make(resources)
         finding = resources.find_transports()
     text = _describe(collectives, arguments.cross_device_ops, checks)
-    mine = pickle.dumps((finding, sums))
-    same = guard.agree_on(mismatch.Call(text), fingerprint_of_bytes(mine))
+    rows = guard.values_of_all(mismatch.Call(text), (finding, sums))
     guard.call = mismatch.call_of("MPIStrategy(...)")  # in messages as the last call
-    rows = [mine] * communicator.size
-    if not same:
-        rows = communicator.all_gather_objects(mine)
-    findings, all_sums = zip(*map(pickle.loads, rows), strict=True)
+    findings, all_sums = zip(*rows, strict=True)
     if not bits.are_same(all_sums):
         communicator.buffers.same_bits = False
         if communicator.rank == 0:

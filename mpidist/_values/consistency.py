@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
@@ -14,7 +13,6 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import backend, nest, reporting
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.expect import expect
-from mpidist._base.fingerprint import fingerprint_of
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context, dispatch, interruptions
 from mpidist._runtime.group import ReplicaGroup
@@ -219,12 +217,9 @@ def find_differences(
     Collective: one header if nothing does.
     """
     own = [*digests.values()]
-    if group.guard.agree_on(call, fingerprint_of(own)):
-        return {}
-    data = group.communicator.all_gather_objects(pickle.dumps(own))
-    columns = zip(*map(pickle.loads, data), strict=True)
-    found = {name: difference_in(x) for name, x in zip(digests, columns, strict=True)}
-    return {name: x for name, x in found.items() if x.drifted}
+    columns = zip(*group.guard.values_of_all(call, own), strict=True)
+    found = zip(digests, columns, strict=True)
+    return {name: difference_in(x) for name, x in found if len({*x}) > 1}
 
 
 def difference_in(column: Sequence[object]) -> Difference:
@@ -240,7 +235,7 @@ def _describe(group: ReplicaGroup, variable: Variable, difference: Difference) -
     mine = backend.contiguous(backend.to_host(array_of(variable)))
     theirs = mine.copy()
     comm.broadcast(backend.as_bytes(theirs), difference.agreeing[0])
-    text = b""
+    text = ""
     if group.replica_id in difference.drifted:
         differ = backend.value_bytes(mine) != backend.value_bytes(theirs)
         places = differ.reshape(mine.size, -1).any(axis=1)
@@ -251,8 +246,8 @@ def _describe(group: ReplicaGroup, variable: Variable, difference: Difference) -
             f"    rank {group.replica_id}: {int(places.sum())} of "
             f"{mine.size} elements, the first at {variable.name}{at}: "
             f"{_both(mine.reshape(-1)[first], theirs.reshape(-1)[first])}"
-        ).encode()
-    lines = [item.decode() for item in comm.all_gather_objects(text) if item]
+        )
+    lines = [*filter(None, comm.all_gather_objects(text))]
     head = f"  Variable {variable.name!r} {difference}:"
     return "\n".join([head, *lines[:_MOST_NAMED]])
 

@@ -16,8 +16,8 @@ replicas that are left, and a spare goes on with those of the one that it replac
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from mpidist._base import backend
 from mpidist._base.errors import (
@@ -149,14 +149,12 @@ def share(call: CollectiveCall, own: Commit | None, has: Sequence[bool]) -> Comm
         has: for each replica whether it does; at least one of them.
     """
     root = has.index(True)
-    data = b""
-    if own is not None and call.rank == root:
-        kinds = {name: (x.dtype, x.shape) for name, x in own.arrays.items()}
-        data = pickle.dumps((own.number, own.size, own.states, kinds))
-    data = call.comm.all_gather_objects(data)[root]
-
-    number, size, states, kinds = call.together(lambda: pickle.loads(data))
     mine = {} if own is None else own.arrays
+    head: Any = None
+    if own is not None and call.rank == root:
+        kinds = {name: (x.dtype, x.shape) for name, x in mine.items()}
+        head = own.number, own.size, own.states, kinds
+    number, size, states, kinds = call.comm.all_gather_objects(head)[root]
     arrays = restoring.share(call, kinds, mine, root)
     return own or Commit(number, -1, size, arrays, states)
 

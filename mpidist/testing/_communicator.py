@@ -218,7 +218,7 @@ class ThreadCommunicator(AnyCommunicator):
 
     # --- small messages ---------------------------------------------------------
 
-    def _gather_objects(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         return list(self.call("an exchange of bytes", data))
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 import gc
 import pathlib
-import pickle
 import weakref
 
 import numpy as np
@@ -41,9 +40,8 @@ def release_with(*others):
     rounds = []
 
     def gather(mine):
-        rounds.append(pickle.loads(mine))
-        theirs = [pickle.dumps(other) for other in others] if len(rounds) == 1 else []
-        return [mine, *theirs]
+        rounds.append(mine)
+        return [mine, *others] if len(rounds) == 1 else [mine]
 
     collective_release.release_unused(gather)
     return rounds
