@@ -66,9 +66,10 @@ class CommunicationOptions:
             ``MPIDIST_COMPRESSION`` or "none".
         error_feedback: with ``compression``, add the rounding errors to the next call
             of the same operation with the same structure, shapes and dtypes, or of the
-            same optimizer for the same variables: for gradients of successive steps.
-            Reduce different arrays of one shape in one call, or as dicts with different
-            keys. It takes as much memory as a rank sends.
+            same optimizer (in JAX of the same `mpidist.jax.value_and_grad`) for the
+            same variables: for gradients of successive steps. Reduce different arrays
+            of one shape in one call, or as dicts with different keys. It takes as much
+            memory as a rank sends.
             None, the default, means ``MPIDIST_ERROR_FEEDBACK`` or False.
         guard: whether each collective first checks that all ranks make the same call.
             None, the default, means yes, unless ``MPIDIST_GUARD=0``. It belongs to the

@@ -60,7 +60,7 @@ class Plans:
 
     Attributes:
         quick: `all_reduce`, of which the core runs plans of small arrays.
-        owned: the plans of `find` with error feedback, by their owners.
+        owned: with error feedback, those of each owner; see `of`.
 
     Args:
         resources: of the strategy.
@@ -76,7 +76,7 @@ class Plans:
     ) -> None:
         self._resources = resources
         self.cache = cache
-        self.owned: weakref.WeakKeyDictionary[object, PlanCache]
+        self.owned: weakref.WeakKeyDictionary[object, Plans]
         self.owned = weakref.WeakKeyDictionary()
         self._all_gather = all_gather
         self.quick: QuickCalls = QuickCalls(resources, self.all_reduce, 1)
@@ -215,19 +215,31 @@ class Plans:
             ]
         return structure.unflatten(results if to_here else [None] * len(results))
 
+    def of(self, owner: object) -> Plans:
+        """Return the all-reduces of what an owner reduces again and again.
+
+        With error feedback their plans are the owner's, and kept as long: what is lost
+        by compression is not added to sums of others.
+        """
+        if not self._resources.compression.error_feedback:
+            return self
+        found = self.owned.get(owner)
+        if found is None:
+            found = Plans(self._resources, PlanCache(), self._all_gather)
+            self.owned[owner] = found
+        return found
+
     def find(
         self, arrays: list[Array], call: str, owner: object, places: Iterable[int]
     ) -> Plan:
-        """Return a plan for the sum of a list of arrays. Not collective.
+        """Return a plan of an owner for the sum of a list of arrays. Not collective.
 
-        With error feedback it is the owner's, for arrays of these places there, and
-        kept as long: what is lost by compression is not added to sums of others.
+        With error feedback it is for arrays of these places there.
         """
         structure, op = nest.flatten(arrays)[1], ReduceOp.SUM
         call_key: Key = (call, op._name_, None, None, structure)
-        options, cache = self._resources.options, self.cache
+        options, cache = self._resources.options, self.of(owner).cache
         if self._resources.compression.error_feedback:
-            cache = self.owned.setdefault(owner, PlanCache())
             call_key = (call_key, *places)
         return self._find(cache, call_key, op, structure, arrays, call, options, None)
 

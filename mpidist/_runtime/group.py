@@ -86,6 +86,12 @@ class ReplicaGroup:
         self.unfinished: Callable[[str], None] | None = None
         self.before_run: Callable[[], None] | None = None
 
+    def all_reduce_of(self, owner: object) -> Callable[..., Any]:
+        """Return `all_reduce` for the gradients of an owner; see `Plans.of`."""
+        if self.custom_ops is not None:
+            return self.all_reduce
+        return self.collectives.plans.of(owner).all_reduce
+
     def __repr__(self) -> str:
         return repr(self.strategy)
 

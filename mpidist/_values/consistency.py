@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
@@ -23,10 +22,6 @@ _CALL: Final = "check_in_sync"
 _MOST_NAMED: Final = 5  # arrays, or ranks, in a message
 _DIGEST_BYTES: Final = 16
 _K = TypeVar("_K")
-# Of which parameters rank 0 has said that they differ, with the call.
-_told: Final[weakref.WeakKeyDictionary[ReplicaGroup, set[tuple[str, ...]]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def check_in_sync(variables: Nest) -> None:
@@ -145,46 +140,54 @@ def _compare(
         raise OutOfSyncError(on_rank(group.replica_id, text))
 
 
-def compare_in_step(
-    group: ReplicaGroup,
-    number: int,
-    named: Callable[[], Mapping[str, Nest]],
-    call: str,
-    broadcast: str,
-) -> None:
-    """Compare parameters of all ranks, in steps 0, 1, 2, 4, 8, ... Collective.
+class Steps:
+    """Steps that all ranks make with the same parameters.
 
-    Before the first step a difference raises OutOfSyncError; later, when unlike
-    processors may have rounded unlike, rank 0 logs a warning, once for parameters of
-    these names.
-
-    Args:
-        group: the ranks.
-        number: how many steps all ranks have made.
-        named: returns the parameters, by name.
-        call: the name of the call, for messages.
-        broadcast: the line that gives all ranks the same.
+    Attributes:
+        number: how many were begun.
     """
-    if number & (number - 1):
-        return
-    arrays, told = named(), _told.setdefault(group, set())
-    names = (call, *arrays)
-    if number == 0:
-        told.discard(names)
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._told = False
+
+    def begin(
+        self,
+        group: ReplicaGroup,
+        named: Callable[[], Mapping[str, Nest]],
+        call: str,
+        broadcast: str,
+    ) -> None:
+        """Compare the parameters of all ranks, in steps 0, 1, 2, 4, 8, ... Collective.
+
+        Before the first step a difference raises OutOfSyncError; later, when unlike
+        processors may have rounded unlike, rank 0 logs a warning, once.
+
+        Args:
+            group: the ranks.
+            named: returns the parameters, by name.
+            call: the name of the call, for messages.
+            broadcast: the line that gives all ranks the same.
+        """
+        number = self.number
         advice = f"Before the first step copy rank 0's to all ranks: {broadcast}"
-        compare_arrays(group, arrays, call, advice)
-        return
-    advice = (
-        f"They were the same before the first of {number} steps. Find what differs: a "
-        "learning rate (ReduceLROnPlateau needs a loss reduced over all ranks), or "
-        "what the program does to parameters and reduced gradients"
-    )
-    try:
-        compare_arrays(group, arrays, call, advice)
-    except OutOfSyncError as error:
-        if group.replica_id == 0 and names not in told:
-            told.add(names)
-            reporting.warn(f"mpidist: {error}")
+        if number:
+            advice = (
+                f"They were the same before the first of {number} steps. Find what "
+                "differs: a learning rate (ReduceLROnPlateau needs a loss reduced over "
+                "all ranks), or what the program does to parameters and reduced "
+                "gradients"
+            )
+        try:
+            if not number & (number - 1):
+                compare_arrays(group, named(), call, advice)
+        except OutOfSyncError as error:
+            if not number:
+                raise
+            if group.replica_id == 0 and not self._told:
+                reporting.warn(f"mpidist: {error}")
+            self._told = True
+        self.number += 1
 
 
 class Difference(NamedTuple):

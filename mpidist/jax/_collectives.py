@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -10,16 +11,17 @@ from typing import Any, Final, TypeAlias
 import jax
 import numpy as np
 
-from mpidist._base import reporting
+from mpidist._base import reporting, threads
 from mpidist._base.cache import Cache
 from mpidist._base.errors import on_rank, warn_caller
 from mpidist._base.expect import expect
+from mpidist._base.names import unique
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.remedies import explain_keywords
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
-from mpidist._values.consistency import compare_in_step
+from mpidist._values.consistency import Steps
 
 PyTree: TypeAlias = Any
 """Arrays and numbers in any containers that JAX knows."""
@@ -28,9 +30,7 @@ _MOST_STRUCTURES: Final = 256
 _ADVICE: Final = "`parameters = mpidist.jax.broadcast(parameters)`"
 _MANY: Final = 5
 # How many functions of this code were called, since one was called twice.
-_made: Final[weakref.WeakKeyDictionary[ReplicaGroup, collections.Counter[Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+_made: Final = threads.ReplicaLocal[collections.Counter[Any]](collections.Counter)
 _names: Final[Cache[Any, list[str]]] = Cache(_MOST_STRUCTURES)
 
 
@@ -68,7 +68,8 @@ def all_reduce(
         total["a"].tolist()  # [2.0, 2.0]
     """
     call = "mpidist.jax.all_reduce"
-    return _all_reduce(tree, op, group_of_call(strategy, call), call)
+    group = group_of_call(strategy, call)
+    return _all_reduce(tree, op, group, call, group.all_reduce)
 
 
 @explain_keywords("mpidist.jax.broadcast")
@@ -156,24 +157,22 @@ def value_and_grad(
         local = jax.jit(local)
 
     # Threads that are replicas may share this function.
-    steps: weakref.WeakKeyDictionary[ReplicaGroup, int] = weakref.WeakKeyDictionary()
+    of_groups = weakref.WeakKeyDictionary[ReplicaGroup, Steps]()
 
     def reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         group = group_of_call(strategy, call)
-        number = steps.get(group, 0)
-        compare_in_step(
-            group, number, lambda: _arguments(group, args, argnums, call), call, _ADVICE
-        )
-        if jit and number < 2:
-            _warn_of_functions(group, fun, call, number)
-        steps[group] = number + 1
+        steps = of_groups.setdefault(group, Steps())
+        named = functools.partial(_arguments, group, args, argnums, call)
+        steps.begin(group, named, call, _ADVICE)
+        if jit and steps.number <= 2:
+            _warn_of_functions(group, fun, call, steps.number == 1)
         value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
         if checked is ReduceOp.MEAN and _has_no_rows((args, kwargs)):
             with group.guard.checking(call):
                 _warn_of_no_rows(group, loss, call)
         tree = {"loss": loss, "gradients": gradients}
-        tree = _all_reduce(tree, checked, group, call)
+        tree = _all_reduce(tree, checked, group, call, group.all_reduce_of(steps))
         loss, gradients = tree["loss"], tree["gradients"]
         return ((loss, aux) if has_aux else loss), gradients
 
@@ -194,11 +193,11 @@ def _warn_of_no_rows(group: ReplicaGroup, loss: Any, call: str) -> None:
         warn_caller(on_rank(group.replica_id, text))
 
 
-def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str, number: int) -> None:
+def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str, first: bool) -> None:
     """Warn of functions that the program defines again and again, to call them once."""
     code = getattr(fun, "__code__", None)
-    made = _made.setdefault(group, collections.Counter())
-    made[code] = 0 if number else made[code] + 1
+    made = _made.get()
+    made[code] = made[code] + 1 if first else 0
     if code is not None and made[code] == _MANY and group.replica_id == 0:
         reporting.warn(
             f"mpidist: {call}: {fun.__qualname__} was defined {_MANY} times, and is "
@@ -208,12 +207,12 @@ def _warn_of_functions(group: ReplicaGroup, fun: Any, call: str, number: int) ->
 
 
 def _all_reduce(
-    tree: PyTree, op: ReduceOp | str, group: ReplicaGroup, call: str
+    tree: PyTree, op: ReduceOp | str, group: ReplicaGroup, call: str, reduce: Any
 ) -> PyTree:
     with group.guard.checking(call):
         checked = as_reduce_op(op, call)
         leaves, structure = _flatten(tree)
-    results = group.all_reduce(checked, leaves, None, call)
+    results = reduce(checked, leaves, None, call)
     return structure.unflatten([results[name] for name in leaves])
 
 
@@ -234,8 +233,6 @@ def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
     names = _names.get(structure)
     if names is None:
         paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-        names = [jax.tree_util.keystr(path) for path, _ in paths]
-        if len(set(names)) < len(names):  # keys of one text
-            names = [f"{name} #{number}" for number, name in enumerate(names)]
+        names = unique(jax.tree_util.keystr(path) for path, _ in paths)
         _names[structure] = names
     return dict(zip(names, leaves, strict=True)), structure

@@ -18,7 +18,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
-from mpidist._values.consistency import compare_in_step
+from mpidist._values.consistency import Steps
 from mpidist.torch._overlap import Overlap, set_hooks, warn
 from mpidist.torch._tensors import (
     BROADCAST,
@@ -124,7 +124,7 @@ class DistributedOptimizer(_AnyOptimizer):
         if strategy is None and context.has_strategy():
             self._strategy = get_strategy()
         self._compared: ReplicaGroup | None = None
-        self._steps = 0  # since then
+        self._steps = Steps()  # since then
         self._told = False
         self._overlap = Overlap(self._op, f"{call}.step")
         self._overlap.watch(self._named())
@@ -317,7 +317,8 @@ class DistributedOptimizer(_AnyOptimizer):
             self._overlap.reduce(group, named, self._passes_per_step)
         else:
             self._overlap.stop()
-            reduce_gradients(group, named, self._op, call, self._passes_per_step)
+            passes = self._passes_per_step
+            reduce_gradients(self._overlap, group, named, self._op, call, passes)
         if compares and not first:  # now all ranks have begun the same buckets
             self._compare(group, call)
         if self._max_norm is not None:
@@ -326,11 +327,8 @@ class DistributedOptimizer(_AnyOptimizer):
     def _compare(self, group: ReplicaGroup, call: str) -> None:
         """Compare the parameters of all ranks, in some steps. Collective."""
         if self._compared is not group:
-            self._compared, self._steps = group, 0
-        compare_in_step(
-            group, self._steps, lambda: dict(self._named()), call, BROADCAST
-        )
-        self._steps += 1
+            self._compared, self._steps = group, Steps()
+        self._steps.begin(group, lambda: dict(self._named()), call, BROADCAST)
 
     def _overlaps(self, group: ReplicaGroup) -> bool:
         """Return whether gradients are reduced during the backward pass.

@@ -247,7 +247,7 @@ class Overlap:
         bucket.handle = begin_async(
             group,
             call,
-            lambda: sums_of(group, named, gradients, op, call, flags or ()),
+            lambda: sums_of(self, group, named, gradients, op, call, flags or ()),
             warns=False,
         )
 
@@ -265,7 +265,7 @@ class Overlap:
             plan = None
         try:
             if plan is None:
-                reduce_gradients(group, named, self._op, self._call, divisor)
+                reduce_gradients(self, group, named, self._op, self._call, divisor)
                 self._make_plan(group, named)
             else:
                 self._finish(plan, named, divisor)
@@ -301,8 +301,8 @@ class Overlap:
         for i, bucket in enumerate(others):
             if stale[i]:
                 call = f"{self._call}, {bucket.text}, once more"
-                gradients = gradients_of(bucket.named)
-                sums[i] = sums_of(plan.group, bucket.named, gradients, self._op, call)
+                again = bucket.named, gradients_of(bucket.named), self._op, call
+                sums[i] = sums_of(self, plan.group, *again)
         missing: set[str] = set()
         for bucket, found in zip(plan.buckets, sums, strict=True):
             assign(bucket.named, found, divisor)
@@ -318,7 +318,7 @@ class Overlap:
         planned = {id(p) for _, p in plan.named}
         more = [(name, p) for name, p in named if id(p) not in planned]
         if more:
-            reduce_gradients(plan.group, more, self._op, self._call, divisor)
+            reduce_gradients(self, plan.group, more, self._op, self._call, divisor)
         if len(named) != len(plan.named) or more:  # frozen, or added
             self.watch(named)
             self._forget()

@@ -20,7 +20,7 @@ from mpidist._checkpoints import guest_items
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
-from mpidist._values.consistency import compare_arrays, compare_in_step
+from mpidist._values.consistency import Steps, compare_arrays
 
 Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor]"
 """A module, or its tensors by name, such as `module.state_dict()`."""
@@ -37,8 +37,8 @@ PRESENT: Final = "which parameters have a gradient"
 FLAGS: Final = "flags of the ranks"
 BROADCAST: Final = "`mpidist.torch.broadcast_parameters(module)`"
 
-# Of `all_reduce_gradients`, by a parameter and a group of ranks.
-_calls: Final = WeakIdKeyDictionary()
+# Of `all_reduce_gradients`: the `Steps`, by a parameter and a group of ranks.
+_steps: Final = WeakIdKeyDictionary()
 
 
 @explain_keywords("mpidist.torch.broadcast_parameters")
@@ -214,11 +214,10 @@ def all_reduce_gradients(
     with group.guard.checking(call):
         checked = check_op(op, call)
         named = named_parameters(module, call)
-    calls = _calls.setdefault(named[0][1], weakref.WeakKeyDictionary())
-    number = calls.get(group, 0)
-    compare_in_step(group, number, lambda: dict(named), call, BROADCAST)
-    calls[group] = number + 1
-    reduce_gradients(group, named, checked, call)
+    of_groups = _steps.setdefault(named[0][1], weakref.WeakKeyDictionary())
+    steps = of_groups.setdefault(group, Steps())
+    steps.begin(group, lambda: dict(named), call, BROADCAST)
+    reduce_gradients(steps, group, named, checked, call)
 
 
 @explain_keywords("mpidist.torch.all_reduce")
@@ -316,11 +315,17 @@ def named_parameters(module: Parameters, call: str) -> Named:
 
 
 def reduce_gradients(
-    group: ReplicaGroup, named: Named, op: ReduceOp, call: str, divisor: int = 1
+    owner: object,
+    group: ReplicaGroup,
+    named: Named,
+    op: ReduceOp,
+    call: str,
+    divisor: int = 1,
 ) -> None:
     """Replace the gradients by their reductions over the ranks. Collective.
 
     Args:
+        owner: of the plans; see `ReplicaGroup.all_reduce_of`.
         group: the ranks.
         named: the parameters.
         op: MEAN or SUM.
@@ -328,10 +333,11 @@ def reduce_gradients(
         divisor: divides the results.
     """
     gradients = [parameter.grad for _, parameter in named]
-    assign(named, sums_of(group, named, gradients, op, call), divisor)
+    assign(named, sums_of(owner, group, named, gradients, op, call), divisor)
 
 
 def sums_of(
+    owner: object,
     group: ReplicaGroup,
     named: Named,
     gradients: Gradients,
@@ -342,6 +348,7 @@ def sums_of(
     """Reduce gradients over the ranks. Collective.
 
     Args:
+        owner: of the plans; see `ReplicaGroup.all_reduce_of`.
         group: the ranks.
         named: their parameters.
         gradients: this rank's; None: it has none, which counts as zeros.
@@ -353,7 +360,7 @@ def sums_of(
         arrays = _arrays_of(named, gradients, call)
         if flags:
             arrays[FLAGS] = np.array(flags, np.float32)
-    results: Sums = group.all_reduce(op, arrays, None, call)
+    results: Sums = group.all_reduce_of(owner)(op, arrays, None, call)
     return results
 
 

@@ -46,6 +46,16 @@ def assert_close(jax, tree, expected):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_functions_do_not_get_the_errors_of_each_other(on_nodes, jax, mj):
+    """With `error_feedback`, though their arguments have the same shapes."""
+    strategy = on_nodes(compression="fp16", error_feedback=True)
+    zeros = jax.numpy.zeros(50_000)
+    values = jax.numpy.arange(50_000.0)
+    for x in (values * 1e4, jax.numpy.ones(50_000)):
+        step = mj.value_and_grad(lambda w, x: (w * x).sum(), strategy=strategy)
+        np.testing.assert_allclose(step(zeros, x)[1], x, rtol=1e-3)
+
+
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("level", ["scope", "argument", "replica"])
 def test_value_and_grad(strategy, rank, jax, mj, level, jit):

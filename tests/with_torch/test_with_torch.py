@@ -777,6 +777,28 @@ def test_all_reduce_gradients_compares_parameters(strategy, rank, torch, mt, cap
     assert "differ" not in caplog.text
 
 
+@pytest.mark.parametrize("way", ["step", "overlap", "gradients"])
+def test_modules_do_not_get_the_errors_of_each_other(on_nodes, size, torch, mt, way):
+    """With `error_feedback`, though their parameters have the same names and shapes."""
+    strategy = on_nodes(compression="fp16", error_feedback=True)
+    large, small = (torch.nn.Linear(50_000, 1, bias=False) for _ in range(2))
+    values = torch.arange(50_000.0) * 1e4
+    optimizers = {}
+    for model in (large, small):
+        mt.broadcast_parameters(model, strategy=strategy)
+        inner = torch.optim.SGD(model.parameters(), 0.0)
+        wrap = functools.partial(mt.DistributedOptimizer, inner, strategy=strategy)
+        optimizers[model] = wrap(overlap=way == "overlap")
+    for model, x in ((large, values), (small, torch.ones(50_000))) * 2:
+        optimizers[model].zero_grad()
+        model(x).backward()
+        if way == "gradients":
+            mt.all_reduce_gradients(model, strategy=strategy)
+        else:
+            optimizers[model].step()
+        np.testing.assert_allclose(model.weight.grad[0], x, rtol=1e-3)
+
+
 def test_groups_that_reduce_the_same_gradients_count_apart(
     strategy, rank, torch, mt, new_strategy
 ):
