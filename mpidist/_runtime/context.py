@@ -11,11 +11,13 @@ import enum
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mpidist._base import reporting
 from mpidist._base.types import Nest
 from mpidist._runtime.group import ReplicaGroup
+
+_E = TypeVar("_E", bound=tuple[Any, ...])
 
 
 class Level(enum.Enum):
@@ -128,6 +130,18 @@ def _elsewhere() -> Iterator[Frame]:
 def depth() -> int:
     """Return the number of frames on the stack of this thread."""
     return len(_stack.frames)
+
+
+def last_of_thread(entries: list[_E]) -> _E:
+    """Return the last entry of this thread into the ``with`` blocks of an object.
+
+    Of another, if there is none: Python may close a generator in any thread.
+
+    Args:
+        entries: each is the number of a thread, and what it has entered.
+    """
+    own = [one for one in entries if one[0] == threading.get_ident()]
+    return (own or entries)[-1]
 
 
 def unwind() -> None:

@@ -226,8 +226,9 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
     def __init__(self, group: ReplicaGroup, strategy: _S) -> None:
         self._group = group
         self._strategy = strategy
-        # For each time that it is entered: its frame, and the creators of variables.
-        self._entered: list[tuple[Any, creators.Creators]] = []
+        # For each time that it is entered: the thread, its frame, and the creators of
+        # variables.
+        self._entered: list[tuple[int, Any, creators.Creators]] = []
 
     def __enter__(self) -> _S:
         """Enter cross-replica context; of the default strategy: change nothing."""
@@ -237,12 +238,12 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
                 library.check_uses_mpi()
             frame = contextlib.nullcontext()
         frame.__enter__()
-        self._entered.append((frame, creators.current()))
+        self._entered.append((threading.get_ident(), frame, creators.current()))
         return self._strategy
 
     def __exit__(self, *error: object) -> None:
         """Leave the scope, unless a later one is still open."""
-        frame, before = self._entered[-1]
+        entry = _, frame, before = context.last_of_thread(self._entered)
         if error[0] is None and creators.current() != before:
             raise RuntimeError(
                 f"Variable creator scope nesting error: the scope of {self._group} was "
@@ -250,7 +251,7 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
                 "scopes in the reverse order, best with `with`"
             )
         frame.__exit__(*error)
-        self._entered.pop()
+        self._entered.remove(entry)
 
 
 # The groups of several ranks that this process is in, and that no warning has named.

@@ -64,8 +64,7 @@ class ReplicaContext:
                 f"ReplicaContext: this rank hosts replica {own} of {strategy}, and "
                 f"cannot enter the context of replica {given}; write None for its own"
             )
-        # By which threads: one after the other.
-        self._entered: list[tuple[int, context.Frame]] = []
+        self._entered: list[tuple[int, context.Frame]] = []  # by which threads
         self._group = group
         self._all_reduce = group.all_reduce
         self._all_gather = group.all_gather
@@ -77,19 +76,20 @@ class ReplicaContext:
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""
         context.note_use(self._group, "ReplicaContext")
-        thread = get_ident()
-        is_other = any(one != thread for one, _ in self._entered[-1:])
+        is_other = any(one != get_ident() for one, _ in self._entered[-1:])
         if is_other and self._group.num_replicas > 1:
             where = " is in a `with` block of the same replica context"
             raise self._group.guard.two_threads(where, call_of("ReplicaContext"))
         frame = context.Frame(self._group, context.Level.REPLICA, replica_context=self)
         frame.__enter__()
-        self._entered.append((thread, frame))
+        self._entered.append((get_ident(), frame))
         return self
 
     def __exit__(self, *error: object) -> None:
         """Restore the context that was current before."""
-        self._entered.pop()[1].__exit__(*error)
+        entry = context.last_of_thread(self._entered)
+        self._entered.remove(entry)
+        entry[1].__exit__(*error)
 
     def __reduce__(self) -> tuple[type[ReplicaContext], tuple[Strategy, None]]:
         # When merge_fn returns it: on each rank the context of its own replica.

@@ -101,6 +101,33 @@ def test_a_scope_object_is_entered_again_and_nested(strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.parametrize("what", ["scope", "context"])
+def test_threads_that_enter_one_object_leave_their_own(strategy, what):
+    one = strategy.scope()
+    if what == "context":
+        one = mpidist.get_replica_context()  # of the default strategy
+    before = facts()
+    entered, left, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        with one:
+            seen.append(facts())
+            entered.set()
+            left.wait(60)
+            seen.append(facts())
+        seen.append(facts())
+
+    thread = threading.Thread(target=other)
+    with one:
+        inside = facts()
+        thread.start()
+        assert entered.wait(60)
+    assert facts() == before
+    left.set()
+    thread.join()
+    assert seen == [inside, inside, before]
+
+
 def test_a_scope_is_not_left_inside_a_creator_scope(strategy):
     def creator(next_creator, **kwargs):
         return next_creator(**kwargs)
