@@ -215,14 +215,8 @@ class AsyncCalls:
         try:
             if self._thread is None:
                 replica, observers = threads.current(), self._guard.observers
-                thread = threading.Thread(
-                    target=_work,
-                    args=(self._queue, replica, weakref.ref(self), observers),
-                    name="mpidist communication",
-                    daemon=True,
-                )
-                thread.start()
-                self._thread = thread
+                given = self._queue, replica, weakref.ref(self), observers
+                self._thread = threads.start_thread("communication", _work, *given)
                 self._set_awaited(False)
             self._last = weakref.ref(call)
             self._guard.update_blocked()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from mpidist._base import reporting
+from mpidist._base import reporting, threads
 from mpidist._base.errors import CollectiveTimeoutError, on_rank
 from mpidist._mpi.any_communicator import AnyCommunicator
 
@@ -60,10 +60,7 @@ class Watchdog:
         self._reported = False
         self._call = call, time.monotonic(), timeout
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="mpidist watchdog", daemon=True
-            )
-            self._thread.start()
+            self._thread = threads.start_thread("watchdog", self._run)
         try:
             yield
         finally:

@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Final
 
+from mpidist._base import threads
+
 _WRITE_SECONDS: Final = 1.0
 _MOST_PENDING: Final = 10_000  # while the thread is stuck; later ones are lost
 _logger: Final = logging.getLogger("mpidist")
@@ -48,11 +50,7 @@ class _Writer:
     def start(self) -> None:
         with self._lock:
             if self.thread is None:
-                thread = threading.Thread(
-                    target=self._work, name="mpidist reports", daemon=True
-                )
-                thread.start()
-                self.thread = thread
+                self.thread = threads.start_thread("reports", self._work)
 
     def _work(self) -> None:
         while True:

@@ -73,6 +73,24 @@ def entered(replica: ThreadReplica) -> Iterator[None]:
         _here.replica = before
 
 
+def start_thread(
+    name: str, target: Callable[..., object], *args: object, daemon: bool = True
+) -> threading.Thread:
+    """Start a thread of mpidist.
+
+    Args:
+        name: what follows "mpidist " in its name.
+        target: what it calls; an exception ends it, and may end the job.
+        args: of ``target``.
+        daemon: whether the process may end while it runs.
+    """
+    thread = threading.Thread(
+        target=target, args=args, name=f"mpidist {name}", daemon=daemon
+    )
+    thread.start()
+    return thread
+
+
 class ReplicaLocal(Generic[_T]):
     """An object for each replica: for each process, or for each thread of a run.
 

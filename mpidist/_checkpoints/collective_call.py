@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -175,8 +174,7 @@ class Write:
                 self._error = error
 
         # No daemon: Python waits for it before it ends.
-        self.thread = threading.Thread(target=run, name="mpidist checkpoint")
-        self.thread.start()
+        self.thread = threads.start_thread("checkpoint", run, daemon=False)
         _writes.get().append(self)
         process_exit.before_end(self.finish)
 

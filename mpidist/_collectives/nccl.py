@@ -11,14 +11,13 @@ guarantee the same bits in another run.
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpidist._base import backend, gpus
+from mpidist._base import backend, gpus, threads
 from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import DeviceArray, DType
 from mpidist._collectives.transports import Transport
@@ -224,8 +223,7 @@ def connect(
             problem.append(f"{type(error).__name__}: {error}")
 
     deadline = min(timeout_seconds or _LONGEST_CONNECT, _LONGEST_CONNECT)
-    thread = threading.Thread(target=make, name="mpidist-nccl", daemon=True)
-    thread.start()
+    thread = threads.start_thread("NCCL", make)
     thread.join(deadline)
     late = thread.is_alive()
     text = f"{_LATE} {deadline} s" if late else ""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final, TypeAlias, TypeVar
 
+from mpidist._base.threads import start_thread
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Any] | None]"
@@ -57,7 +59,7 @@ class Ahead(Iterator[_R]):
         self._more = True
         self._process = os.getpid()
         self._stop = weakref.finalize(
-            self, _stop, self._process, self._tasks, self._waiting, self._threads
+            self, _stop, self._process, self._tasks, self._waiting, threads
         )
 
     def __next__(self) -> _R:
@@ -98,14 +100,8 @@ class Ahead(Iterator[_R]):
         if len(self._threads) < self._limit:
             # A daemon, so that a call that never returns does not keep the process,
             # as it does in a ThreadPoolExecutor.
-            thread = threading.Thread(
-                target=_work,
-                args=(self._function, self._tasks),
-                name="mpidist-data",
-                daemon=True,
-            )
+            thread = start_thread("data", _work, self._function, self._tasks)
             self._threads.append(thread)
-            thread.start()
 
     def close(self, *, wait: bool = True) -> None:
         """End the iteration, and wait until the threads have ended.
@@ -142,13 +138,13 @@ def _stop(
     process: int,
     tasks: _Tasks,
     waiting: collections.deque[Future[Any]],
-    threads: list[threading.Thread],
+    most: int,
 ) -> None:
     # In a forked child the threads do not exist, and may have held these locks.
     if os.getpid() == process:
         for future in waiting:
             future.cancel()
-        for _ in threads:
+        for _ in range(most):
             tasks.put(None)
 
 

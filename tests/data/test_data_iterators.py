@@ -245,7 +245,7 @@ def test_a_forked_child_reads_a_cache_that_a_thread_was_reading():
 
 
 def reading_threads():
-    return [t for t in threading.enumerate() if t.name == "mpidist-data"]
+    return [t for t in threading.enumerate() if t.name == "mpidist data"]
 
 
 def wait_for_no_thread():
