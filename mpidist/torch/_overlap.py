@@ -355,6 +355,8 @@ def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:
         this = owner()
         if this is not None:
             function(this, parameter)
+        else:
+            hooks.pop(id(parameter)).remove()
 
     known = {id(p) for _, p in named}
     for key in [key for key in hooks if key not in known]:

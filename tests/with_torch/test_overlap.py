@@ -1,5 +1,7 @@
 """DistributedOptimizer(overlap=True): the bits of overlap=False, whatever steps do."""
 
+import gc
+
 import pytest
 from replicas import (
     assert_usable,
@@ -287,6 +289,22 @@ def test_an_exception_in_a_backward_pass_of_one_rank(
     mine = [p.detach().numpy().tobytes() for p in two.module.parameters()]
     assert everywhere(mine) == [mine] * size
     assert_usable(strategy)
+
+
+def test_what_an_optimizer_has_set_goes_with_it(strategy, torch, mt):
+    """A program may make one for each part of its training."""
+    model = torch.nn.Linear(3, 3)
+    mt.broadcast_parameters(model, strategy=strategy)
+    for overlap in (True, False):
+        optimizer = mt.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), overlap=overlap, strategy=strategy
+        )
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.synchronize()
+        del optimizer
+        gc.collect()
+        model(torch.ones(2, 3)).sum().backward()
+        assert not model.weight._post_accumulate_grad_hooks
 
 
 @pytest.mark.usefixtures("several")
