@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import IO, Final
+from typing import IO, Final, TypeAlias
 
 from mpidist._base import threads
 
@@ -29,13 +29,8 @@ _WRITE_SECONDS: Final = 1.0
 _MOST_PENDING: Final = 10_000  # while the thread is stuck; later ones are lost
 _logger: Final = logging.getLogger("mpidist")
 
-
-class _Job:
-    """A report, until it is written."""
-
-    def __init__(self, write: Callable[[], object]) -> None:
-        self.write = write
-        self.done = threading.Event()
+_Job: TypeAlias = tuple[Callable[[], object], threading.Event]
+"""What writes a report, and what is set when it is written."""
 
 
 class _Writer:
@@ -43,7 +38,8 @@ class _Writer:
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self.late: _Job | None = None  # the last one that this process did not wait for
+        # Of the last one that this process did not wait for.
+        self.late: threading.Event | None = None
         self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -54,13 +50,13 @@ class _Writer:
 
     def _work(self) -> None:
         while True:
-            job = self.jobs.get()
+            write, done = self.jobs.get()
             try:
-                job.write()
+                write()
             except BaseException:  # a handler's; SystemExit would end the thread
                 with contextlib.suppress(BaseException):
                     write_stderr(traceback.format_exc())
-            job.done.set()
+            done.set()
 
 
 _writer = _Writer()
@@ -87,7 +83,7 @@ def is_reporting() -> bool:
 def is_stuck() -> bool:
     """Return whether a report is still being written that nobody waits for any more."""
     late = _writer.late
-    if late is not None and late.done.is_set():
+    if late is not None and late.is_set():
         late = _writer.late = None
     return late is not None
 
@@ -106,10 +102,10 @@ def write(write: Callable[[], object], seconds: float = _WRITE_SECONDS) -> None:
     if stuck and _writer.jobs.qsize() >= _MOST_PENDING:
         return
     _writer.start()
-    job = _Job(write)
-    _writer.jobs.put(job)
-    if stuck or not job.done.wait(seconds):
-        _writer.late = job
+    done = threading.Event()
+    _writer.jobs.put((write, done))
+    if stuck or not done.wait(seconds):
+        _writer.late = done
 
 
 def say(text: str) -> None:

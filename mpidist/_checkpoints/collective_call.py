@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -153,7 +154,8 @@ class CollectiveCall:
 
 # --- saves that a thread of rank 0 completes ------------------------------------------
 
-_writes: Final[threads.ReplicaLocal[list[Write]]] = threads.ReplicaLocal(list)
+# The thread of the last save: it ends after those before it.
+_last: Final[threads.ReplicaLocal[list[threading.Thread]]] = threads.ReplicaLocal(list)
 
 
 class Write:
@@ -164,18 +166,19 @@ class Write:
         self._process = os.getpid()
         self._result: int | None = None
         self._error: BaseException | None = None
-        before = list(_writes.get())
+        before = list(_last.get())
 
         def run() -> None:
             try:
-                _join(before)
+                for thread in before:
+                    thread.join()
                 self._result = write()
             except BaseException as error:
                 self._error = error
 
         # No daemon: Python waits for it before it ends.
         self.thread = threads.start_thread("checkpoint", run, daemon=False)
-        _writes.get().append(self)
+        _last.get()[:] = [self.thread]
         process_exit.before_end(self.finish)
 
     def finish(self) -> int | None:
@@ -187,8 +190,6 @@ class Write:
             return None
         self.thread.join()
         process_exit.not_before_end(self.finish)
-        if self in _writes.get():
-            _writes.get().remove(self)
         error, self._error = self._error, None
         if error is not None:
             error.add_note(f"raised by the save to {self._path!r} with `wait=False`")
@@ -198,9 +199,5 @@ class Write:
 
 def wait_for_threads() -> None:
     """Wait until no thread of this process writes: two could write to one path."""
-    _join(_writes.get())
-
-
-def _join(writes: list[Write]) -> None:
-    for write in writes:
-        write.thread.join()
+    for thread in _last.get():
+        thread.join()
