@@ -172,7 +172,7 @@ class TestRecording:
 @pytest.mark.mpi
 def test_strategies_of_before_are_not_recorded(strategy, folder):
     message = "no MPIStrategy was made in the block"
-    with pytest.warns(UserWarning, match=message), mpidist.timeline(folder / "run"):
+    with pytest.warns(RuntimeWarning, match=message), mpidist.timeline(folder / "run"):
         strategy.run(all_reduce)
     everywhere(None)
     assert not list(folder.iterdir())
