@@ -66,9 +66,12 @@ class Frame:
     def __exit__(self, *error: object) -> None:
         frames = _stack.frames
         if not frames or frames[-1] is not self:
-            if error[0] is GeneratorExit and self in frames:
-                frames.remove(self)  # another generator's may be open inside
-                return
+            if error[0] is GeneratorExit:
+                # Another's scope may be open inside; and any thread may close one.
+                for entered in (frames, *_others()):
+                    if self in entered:
+                        entered.remove(self)
+                        return
             if error[0] is not None and self in frames:
                 # It may have come in the last line of a block inside this one.
                 del frames[frames.index(self) :]
@@ -121,10 +124,16 @@ def runs_elsewhere(group: ReplicaGroup) -> bool:
 
 def _elsewhere() -> Iterator[Frame]:
     """Return the frames of other threads."""
+    for frames in _others():
+        yield from list(frames)
+
+
+def _others() -> Iterator[_Frames]:
+    """Return the stacks of other threads."""
     for reference in _threads.valuerefs():
         frames = reference()
         if frames is not None and frames is not _stack.frames:
-            yield from list(frames)
+            yield frames
 
 
 def depth() -> int:

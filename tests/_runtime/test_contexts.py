@@ -188,6 +188,33 @@ def test_scopes_in_generators_that_are_closed_in_any_order(strategy, first):
     assert_usable(strategy)
 
 
+def test_a_scope_in_a_generator_that_another_thread_closes(strategy):
+    def inside():
+        with strategy.scope():
+            yield
+
+    generator = inside()
+    entered, closed = threading.Event(), threading.Event()
+    found = []
+
+    def enter():
+        next(generator)
+        entered.set()
+        closed.wait()
+        found.append(mpidist.has_strategy())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    entered.wait()
+    try:
+        generator.close()
+    finally:
+        closed.set()
+        thread.join()
+    assert found == [False]
+    assert_usable(strategy)
+
+
 # --- calls in the wrong context -------------------------------------------------------
 
 
