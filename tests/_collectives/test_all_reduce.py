@@ -109,3 +109,16 @@ def test_integers_are_combined_as_in_numpy(
                 found = all_reduce(strategy, op, parts[rank])
                 assert found.dtype == dtype
                 np.testing.assert_array_equal(found, want)
+
+
+def test_two_bytes_are_not_taken_for_the_bfloat16_of_a_call_before(strategy, size):
+    """Their kind and size are those of bfloat16."""
+    x = np.ones(8, pytest.importorskip("ml_dtypes").bfloat16)
+    for tree in (x, [x, x]):
+        for _ in range(2):  # the second time by the plan
+            found = np.asarray(all_reduce(strategy, "SUM", tree))
+            np.testing.assert_array_equal(found, np.full(found.shape, size, x.dtype))
+        for dtype in ("V2", [("a", "i1"), ("b", "i1")]):
+            other = x.view(dtype)
+            with pytest.raises(TypeError, match="cannot be communicated"):
+                all_reduce(strategy, "SUM", other if tree is x else [other, other])
