@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from mpidist._base import backend, guests, nest
+from mpidist._base import backend, guests, nest, state_json
 from mpidist._base.expect import expect
 from mpidist._base.names import unique
-from mpidist._checkpoints import guest_items, state_json
+from mpidist._checkpoints import guest_items
 from mpidist._checkpoints.guest_items import Held
 from mpidist._checkpoints.items import (
     Item,

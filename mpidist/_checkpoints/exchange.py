@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from mpidist._agreement.mismatch import Call
+from mpidist._base import state_json
 from mpidist._base.errors import CollectiveMismatchError, format_ranks, on_rank
+from mpidist._base.state_json import Json, Packed, Stored, checksum, host_copy
 from mpidist._base.types import HostArray
-from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.items import GeneratorItem, Item, StateItem
-from mpidist._checkpoints.state_json import Json, Packed, Stored, checksum, host_copy
 from mpidist._values.consistency import Difference, difference_in, find_differences
 
 Values: TypeAlias = dict[str, list[Json]]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from mpidist._base import backend, guests, nest
+from mpidist._base.state_json import State
 from mpidist._checkpoints.items import GeneratorItem, StateItem, first_state
-from mpidist._checkpoints.state_json import State
 from mpidist._values.distributed import DistributedValues
 from mpidist._values.variable import Variable
 

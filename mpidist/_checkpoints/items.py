@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from mpidist._base import backend, nest
+from mpidist._base import backend, nest, state_json
+from mpidist._base.state_json import Json, Packed, State
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
-from mpidist._checkpoints import state_json
-from mpidist._checkpoints.state_json import Json, Packed, State
 from mpidist._values.variable import Variable
 
 _MOST_LINES: Final = 5

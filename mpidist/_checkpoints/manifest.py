@@ -17,10 +17,10 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
+from mpidist._base import state_json
 from mpidist._base.errors import CheckpointError, damaged_checkpoint
+from mpidist._base.state_json import Json
 from mpidist._base.types import Shape, record
-from mpidist._checkpoints import state_json
-from mpidist._checkpoints.state_json import Json
 from mpidist._version import __version__
 
 MANIFEST: Final = "manifest.json"

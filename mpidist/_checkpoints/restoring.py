@@ -18,11 +18,11 @@ from typing import Final
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
+from mpidist._base import backend, state_json
 from mpidist._base.errors import CheckpointError, CollectiveError
 from mpidist._base.names import listed as listed_in_short
+from mpidist._base.state_json import Json, State, host_copy
 from mpidist._base.types import DType, HostArray, Shape
-from mpidist._checkpoints import state_json
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import (
@@ -34,7 +34,6 @@ from mpidist._checkpoints.items import (
     first_state,
 )
 from mpidist._checkpoints.manifest import malformed
-from mpidist._checkpoints.state_json import Json, State, host_copy
 from mpidist._checkpoints.storage import CheckpointReader, manifest_of
 from mpidist._values.variable import storage_of
 

@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from mpidist._base.expect import as_path
+from mpidist._base.state_json import Packed, Stored, own_copy
 from mpidist._checkpoints import contents, exchange, replace, storage
 from mpidist._checkpoints.collective_call import CollectiveCall, Write, wait_for_threads
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
 from mpidist._checkpoints.restore import Restore, warn_of
-from mpidist._checkpoints.state_json import Packed, Stored, own_copy
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup

@@ -45,14 +45,14 @@ from typing import IO, Final, Literal
 
 import numpy as np
 
-from mpidist._base import backend, guests
+from mpidist._base import backend, guests, state_json
 from mpidist._base.errors import CheckpointError, damaged_checkpoint
 from mpidist._base.remedies import explain_attributes
+from mpidist._base.state_json import Json, State, Stored, host_copy
 from mpidist._base.types import HostArray
-from mpidist._checkpoints import manifest as manifests, state_json
+from mpidist._checkpoints import manifest as manifests
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.manifest import MANIFEST, Manifest, Part
-from mpidist._checkpoints.state_json import Json, State, Stored, host_copy
 
 CHUNK_BYTES: Final = 2**23
 FileFormat = Literal["npz", "safetensors"]

@@ -6,7 +6,6 @@ or a function that returns the next one.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
 import functools
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mpidist._base import backend, nest, shuffle_seeds
+from mpidist._base import backend, nest, shuffle_seeds, state_json
 from mpidist._base.expect import expect
 from mpidist._base.types import DType, HostArray, Nest
 from mpidist.data._options import ArraySpec
@@ -498,7 +497,8 @@ class _ItemStream(Iterator[RowBlock]):
         if state is None and isinstance(self._items, _Numbered) and self._turns == 1:
             state = position
         if state is not None and hasattr(self._items, "set_state"):
-            self._items.set_state(_from_json(state))
+            found = state_json.unpack(_as_now(state), lambda *_: None)
+            self._items.set_state(found)
             self._position = position
             if position:
                 self._skipped = self._turns - 1
@@ -537,7 +537,11 @@ class _ItemStream(Iterator[RowBlock]):
         """Return the state of the user's iterator, as JSON; None if it has none."""
         if not all(hasattr(self._items, x) for x in ("get_state", "set_state")):
             return None
-        return _to_json(self._items.get_state(), type(self._items).__name__)
+        name = type(self._items).__name__
+        packed = state_json.pack(self._items.get_state(), name, "state")
+        what = f"a `get_state()` of {name} without tensors and large arrays"
+        expect(not packed.arrays, "state", what, [*packed.arrays])
+        return packed.value
 
 
 def state_of(stream: Iterator[Block] | None) -> Any:
@@ -545,32 +549,13 @@ def state_of(stream: Iterator[Block] | None) -> Any:
     return stream.state() if isinstance(stream, _ItemStream) else None
 
 
-# --- the state of a source, as JSON -------------------------------------------------
-
-
-def _to_json(value: Any, name: str) -> Any:
-    if isinstance(value, bytes):
-        return {"__bytes__": base64.b64encode(value).decode()}
-    if isinstance(value, dict):
-        return {key: _to_json(part, name) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        kind = tuple if isinstance(value, tuple) else list
-        return kind(_to_json(part, name) for part in value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(
-        f"state: the `get_state()` of {name} has a {type(value).__name__}, which is "
-        "not bytes, a number, a string, a list or a dict"
-    )
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"__bytes__"}:
-            return base64.b64decode(value["__bytes__"])
-        return {key: _from_json(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_from_json, value))
-    return value
+def _as_now(state: Any) -> Any:
+    """Return a state in JSON with bytes and tuples as older versions saved them."""
+    if isinstance(state, tuple):
+        return {"$tuple": [*map(_as_now, state)]}
+    if isinstance(state, list):
+        return [*map(_as_now, state)]
+    if not isinstance(state, dict):
+        return state
+    names = {"__bytes__": "$bytes"} if len(state) == 1 else {}
+    return {names.get(key, key): _as_now(x) for key, x in state.items()}

@@ -19,19 +19,19 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from mpidist._base import backend
+from mpidist._base import backend, state_json
 from mpidist._base.errors import (
     CheckpointError,
     CollectiveMismatchError,
     by_value,
     on_rank,
 )
+from mpidist._base.state_json import Json, Packed, own_copy
 from mpidist._base.types import HostArray, record
-from mpidist._checkpoints import exchange, restoring, state_json
+from mpidist._checkpoints import exchange, restoring
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import GeneratorItem, Item, StateItem, VariableItem
-from mpidist._checkpoints.state_json import Json, Packed, own_copy
 
 
 @record
