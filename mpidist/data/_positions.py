@@ -23,6 +23,18 @@ _KINDS: Final = {
     "global": "global batches (`experimental_distribute_dataset`)",
     "dataset": "a `Dataset` that is not distributed",
 }
+_SAME: Final = "make the same dataset"
+_ALIKE: Final = {  # for which inputs it must be the same; what to write if it is not
+    "input": (_KINDS, _SAME),
+    "shuffle_seeds": (_KINDS, f"{_SAME}, or write `shuffle(n, seed=...)` in both"),
+    "batch_size": (("global",), _SAME),
+    "cardinality": (("global",), _SAME),
+    "replicas": (
+        ("own",),
+        "restart on the same number of ranks, or use "
+        "`experimental_distribute_dataset`, whose position holds on any number",
+    ),
+}
 
 
 class OutOfRangeError(LookupError):
@@ -196,48 +208,24 @@ def checked_state(call: str, state: object, own: dict[str, Any]) -> dict[str, An
     what = f"{call}: expected the result of an iterator's `state()`, got"
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{what} {state!r:.200}")
-    unseeded = len(own["shuffle_seeds"])
     # Older versions have no such entry, and the seed 0.
-    state = {"shuffle_seeds": [0] * unseeded, **state}
-    for name in own:
-        if not _FITS.get(name, _is_count)(state.get(name)):
-            raise ValueError(f"{what} one in which {name!r} is {state.get(name)!r:.80}")
-        if name == "input" and state[name] != own[name]:
+    state = {"shuffle_seeds": [0] * len(own["shuffle_seeds"]), **state}
+    for name, wanted in own.items():
+        found: Any = state.get(name)
+        if not _FITS.get(name, _is_count)(found):
+            raise ValueError(f"{what} one in which {name!r} is {found!r:.80}")
+        inputs, remedy = _ALIKE.get(name, ((), ""))
+        if own["input"] not in inputs:
+            continue
+        if name == "shuffle_seeds":
+            wanted, found = len(wanted), len(found)
+        if len({wanted, found} - {None, UNKNOWN_CARDINALITY}) > 1:
             raise ValueError(
-                f"{call}: the state is that of an iterator over "
-                f"{_KINDS[state[name]]}, and this one is over {_KINDS[own[name]]}"
+                f"{call}: the state is that of an iterator over another input: "
+                f"expected {name!r} {_KINDS.get(wanted, wanted)}, as of this one, got "
+                f"{_KINDS.get(found, found)}; {remedy}"
             )
-    if len(state["shuffle_seeds"]) != unseeded:
-        raise ValueError(
-            f"{call}: the state is that of a dataset with "
-            f"{len(state['shuffle_seeds'])} shuffles without a seed, and this one has "
-            f"{unseeded}, so the order would be another; make the same dataset, or "
-            "write `shuffle(n, seed=...)` in both"
-        )
-    if own["input"] == "own" and state["replicas"] != own["replicas"]:
-        raise ValueError(
-            f"{call}: the state was taken on {state['replicas']} ranks, each with an "
-            f"input of its own, and there are {own['replicas']} now, so the inputs "
-            "differ; restart on the same number of ranks, or use "
-            "`experimental_distribute_dataset`, whose position holds on any number"
-        )
-    if own["input"] == "global" and any(
-        own[name] != state[name]
-        and not {None, UNKNOWN_CARDINALITY} & {own[name], state[name]}
-        for name in ("batch_size", "cardinality")
-    ):
-        raise ValueError(
-            f"{call}: the state is that of a dataset of {_size_in(state)}, and this "
-            f"one has {_size_in(own)}"
-        )
     return state
-
-
-def _size_in(state: dict[str, Any]) -> str:
-    """Return for example "6 batches of 4 rows"."""
-    size, rows = state["cardinality"], state["batch_size"]
-    many = {-1: "endlessly many", -2: "an unknown number of"}.get(size, size)
-    return f"{many} batches of {'any number of' if rows is None else rows} rows"
 
 
 # --- the iterator of a Dataset --------------------------------------------------------
