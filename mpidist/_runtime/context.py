@@ -65,22 +65,20 @@ class Frame:
 
     def __exit__(self, *error: object) -> None:
         frames = _stack.frames
-        if not frames or frames[-1] is not self:
-            if error[0] is GeneratorExit:
-                # Another's scope may be open inside; and any thread may close one.
-                for entered in (frames, *_others()):
-                    if self in entered:
-                        entered.remove(self)
-                        return
-            if error[0] is not None and self in frames:
-                # It may have come in the last line of a block inside this one.
-                del frames[frames.index(self) :]
-                return
+        if self not in frames:  # Python may close a generator in any thread
+            frames = next((x for x in _elsewhere() if self in x), _Frames([self]))
+        if frames[-1] is self:
+            frames.pop()
+        elif error[0] is GeneratorExit:
+            frames.remove(self)  # another generator's may be open inside
+        elif error[0] is not None:
+            # It may have come in the last line of a block inside this one.
+            del frames[frames.index(self) :]
+        else:
             raise RuntimeError(
                 f"a scope of {self.group} was left while a later one is still open; "
                 "leave scopes in the reverse order, best with `with`"
             )
-        frames.pop()
 
 
 class _Frames(list[Frame]):
@@ -113,23 +111,17 @@ def current() -> Frame:
 
 def entered_elsewhere() -> ReplicaGroup | None:
     """Return a group of several replicas that another thread has entered, if any."""
-    groups = (frame.group for frame in _elsewhere())
+    groups = (frame.group for frames in _elsewhere() for frame in list(frames))
     return next((group for group in groups if group.num_replicas > 1), None)
 
 
 def runs_elsewhere(group: ReplicaGroup) -> bool:
     """Return whether another thread is in a replica function of a group."""
-    return any(frame is group.replica_frame for frame in _elsewhere())
+    return any(group.replica_frame in frames for frames in _elsewhere())
 
 
-def _elsewhere() -> Iterator[Frame]:
-    """Return the frames of other threads."""
-    for frames in _others():
-        yield from list(frames)
-
-
-def _others() -> Iterator[_Frames]:
-    """Return the stacks of other threads."""
+def _elsewhere() -> Iterator[_Frames]:
+    """Return the lists of other threads."""
     for reference in _threads.valuerefs():
         frames = reference()
         if frames is not None and frames is not _stack.frames:

@@ -215,6 +215,37 @@ def test_a_scope_in_a_generator_that_another_thread_closes(strategy):
     assert_usable(strategy)
 
 
+@pytest.mark.parametrize("what", ["scope", "context"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_one_thread_enters_another_leaves(strategy, what, ends):
+    """As an asynchronous server does, whose steps run in any thread of a pool."""
+    one = strategy.scope()
+    if what == "context":
+        one = mpidist.ReplicaContext(strategy, None)
+    entered, left, found = threading.Event(), threading.Event(), []
+
+    def enter():
+        one.__enter__()
+        entered.set()
+        if not ends:
+            left.wait(60)
+            found.append(mpidist.has_strategy())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert entered.wait(60)
+    if ends:
+        thread.join()
+    try:
+        one.__exit__(None, None, None)
+    finally:
+        left.set()
+        thread.join()
+    assert found == ([] if ends else [False])
+    assert not mpidist.has_strategy()
+    assert_usable(strategy)
+
+
 # --- calls in the wrong context -------------------------------------------------------
 
 
