@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -173,19 +173,19 @@ def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -
         LookupError: if the other one has no part for a leaf.
     """
     leaves, structure = nest.flatten(template)
-    parts = list(_parts_like(template, other))
+    parts = _parts_like(template, other)
     return structure.unflatten(map(function, leaves, parts))
 
 
-def _parts_like(template: Nest, other: Nest) -> Iterator[Nest]:
-    inner, given = nest.parts_of(template), nest.parts_of(other)
+def _parts_like(template: Nest, other: Nest) -> list[Nest]:
+    inner = nest.parts_of(template)
     if inner is None:
-        yield other
-    elif given is None or given.keys() != inner.keys():
+        return [other]
+    given = nest.parts_of(other)
+    alike = isinstance(template, Mapping) is isinstance(other, Mapping)
+    if not alike or given is None or given.keys() != inner.keys():
         raise LookupError
-    else:
-        for key in inner:
-            yield from _parts_like(inner[key], given[key])
+    return [x for key in inner for x in _parts_like(inner[key], given[key])]
 
 
 def convert_lists(
@@ -368,6 +368,8 @@ def longest_text(dtype: DType, other: DType) -> DType:
 
 def can_have(array: HostArray, dtype: DType) -> bool:
     """Return whether an array may be converted; NumPy makes text of numbers."""
+    if array.dtype == dtype:
+        return True
     if all(backend.number_kind(one) in "biufc" for one in (array.dtype, dtype)):
         return backend.fits(array, dtype)
     is_text = array.dtype.kind in "SU" or dtype.kind not in "SU"

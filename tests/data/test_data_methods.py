@@ -243,6 +243,8 @@ def test_elements_that_do_not_fit_the_signature(element, error, message):
         list(generated(element, output_signature=spec))
     with pytest.raises(TypeError, match=r"expected elements like \{'a'"):
         list(generated(element, output_signature={"a": spec}))
+    with pytest.raises(TypeError, match=r"expected elements like \{0"):  # no place
+        list(generated((1,), output_signature={0: spec}))
 
 
 def test_text_and_bytes(tmp_path):
