@@ -46,6 +46,9 @@ from mpidist._values.variable import storage_of, when_made
 
 _numbers: Final = itertools.count(1)
 _all: Final[weakref.WeakValueDictionary[int, Restore]] = weakref.WeakValueDictionary()
+# The groups that have had restores which left something. Whether one is still there
+# depends on each rank's garbage collector, so no collective call may depend on it.
+_groups: Final[weakref.WeakSet[ReplicaGroup]] = weakref.WeakSet()
 
 
 @record
@@ -233,6 +236,7 @@ class Restore:
             self._root().__when_attached__(self)
             self._watch()
             _all[self.number] = self
+            _groups.add(self.group)
         else:
             self._reader = None
 
@@ -437,7 +441,7 @@ def _pending() -> list[Restore]:
 
 def _note(storage: VariableStorage) -> None:
     """Have the next `run` look for what a new variable has in a checkpoint."""
-    if any(x.group is storage.group for x in _pending()):
+    if storage.group in _groups:
         storage.first = checksums.summarize(storage.array)
         storage.group.before_run = functools.partial(_look, storage.group)
 

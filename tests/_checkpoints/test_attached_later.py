@@ -406,6 +406,21 @@ def test_what_was_not_restored_is_told_when_the_objects_go(saved, rank):
         gc.collect()
 
 
+@several
+def test_what_only_some_ranks_have_dropped_yet(saved, strategy, rank):
+    """Whether `run` looks does not depend on the garbage collector of a rank."""
+    net = module(l=[])
+    restore(saved, net=net)
+    kept = None if rank == 0 else net
+    del net
+    gc.collect()
+    made = var(0)
+    strategy.run(lambda: made.assign(2))
+    strategy.run(lambda: made.assign_add(1))
+    assert made == 3
+    del kept
+
+
 def test_copies_that_one_rank_has_changed(saved, strategy, rank):
     """All ranks do the same, although only one of them sees that."""
     net = module(l=[])
