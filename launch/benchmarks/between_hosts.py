@@ -1,4 +1,4 @@
-"""Runs `mpidist bench` between virtual hosts; launch/performance calls it.
+"""Runs the benchmarks between virtual hosts; launch/performance calls it.
 
     between_hosts.py PREFIX SECONDS
 
@@ -53,11 +53,11 @@ def measure(
         done = machines.shape(MBITS, DELAY_MS) if shaped else "plain"
         print(f"launch: {path} ({done})", file=sys.stderr)
         options = ["--seconds", seconds, "--json", path]
-        argv = ["-m", "mpidist", "bench", *nodes.CASES, *options]
+        argv = [str(nodes.BENCHMARKS), *nodes.CASES, *options]
         with machines.job(per_host, argv, shown=True) as job:
             status = job.wait(JOB_SECONDS)
         if status:
-            sys.exit(f"mpidist bench on {count} hosts ended with status {status}")
+            sys.exit(f"the benchmarks on {count} hosts ended with status {status}")
     finally:
         machines.close()
 

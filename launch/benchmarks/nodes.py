@@ -1,4 +1,4 @@
-"""`mpidist bench` on simulated nodes, job after job; launch/performance calls it.
+"""The benchmarks on simulated nodes, job after job; launch/performance calls it.
 
     nodes.py NODES RANKS_PER_NODE FILE [options of mpidist bench]
 
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mpidist._cli import run_command
-from mpidist._cli.bench_timing import show_seconds, show_size
+from mpidist._cli.bench_command import show_seconds, show_size
 
+BENCHMARKS = Path(__file__).resolve().parent
 CASES = ("all_reduce", "all_gather", "merge_call", "strategy")
 
 
@@ -31,11 +32,11 @@ def run(nodes: int, ranks: int, path: Path, words: Sequence[str]) -> dict[str, A
         **run_command.settings(ranks, version, os.environ),
         "MPIDIST_SIMULATED_NODES": str(nodes),
     }
-    program = [sys.executable, "-m", "mpidist", "bench", *CASES, *words]
+    program = [sys.executable, str(BENCHMARKS), *CASES, *words]
     command = [mpirun, "-n", str(ranks), *program, "--json", str(path)]
     code = subprocess.run(command, env=environment, check=False).returncode
     if code:
-        sys.exit(f"mpidist bench on {nodes} nodes ended with code {code}")
+        sys.exit(f"the benchmarks on {nodes} nodes ended with code {code}")
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
 

@@ -66,7 +66,7 @@ def test_without_a_command_it_helps(capsys):
         (["train.py"], "timeline, docs, got 'train.py'\nusage: mpidist"),
         (["info", "-x"], "mpidist info: error: unrecognized arguments: -x"),
         (["check", "--timeout", "0"], "expected seconds above 0, such as 1.5, got '0'"),
-        (["bench", "allreduce"], "expected one of all_reduce, nest, all_gather, run"),
+        (["bench", "allreduce"], "expected one of all_reduce, all_gather, run, merge"),
         (["bench", "--sizes", "4X"], "expected a size such as 4B, 64KiB or 1MB, got"),
         (["bench", "--seconds", "1", "--quick"], "not allowed with argument --seconds"),
         (["docs", "prting"], "did you mean `mpidist docs porting`?"),

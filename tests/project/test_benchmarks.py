@@ -35,11 +35,17 @@ def load(monkeypatch):
 @slow
 def test_the_benchmarks_of_developers_run(tmp_path):
     path = tmp_path / "r.json"
-    argv = [BENCHMARKS, "networks", "commits", "--quick", "--json", path]
+    names = ["nest", "reduce", "update", "strategy", "networks", "commits"]
+    argv = [BENCHMARKS, *names, "--quick", "--json", path]
     result = run_ranks(2, argv, timeout=TIMEOUT)
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads(path.read_text())
     assert [(row["work"], row["nbytes"]) for row in record["rows"]] == [
+        ("20 arrays of 1 KiB", 20 * 2**10),
+        ("100 arrays of 1 MiB", 100 * MIB),
+        ("reduce of a number", None),
+        ("update of 20 x 50k floats", 20 * 4 * 50_000),
+        ("making an MPIStrategy", None),
         ("ResNet-50 nest", 4 * 25_557_032),
         ("ResNet-50 nest in buffers_like", 4 * 25_557_032),
         ("training step, with a commit", 2 * 4 * 256 * (784 + 10) + 8),
@@ -76,7 +82,7 @@ def test_ratios_of_simulated_nodes_side_by_side(tmp_path):
     ],
 )
 def test_the_shapes_of_known_networks(load, name, tensors, numbers):
-    shapes = load("networks").MODELS[name]()
+    shapes = load("nests").MODELS[name]()
     assert len(shapes) == tensors
     assert sum(math.prod(shape) for shape in shapes) == numbers
 

@@ -372,7 +372,7 @@ def benchmarks(command: Command, names: str) -> None:
     """See that launch/benchmarks has them; test_benchmarks.py runs it."""
     text = (ROOT / "launch/benchmarks/__main__.py").read_text(encoding="utf-8")
     for name in names.split():
-        assert f'"{name}": ' in text
+        assert f"`{name}`" in text
 
 
 def is_there(command: Command, path: str) -> None:

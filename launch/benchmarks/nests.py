@@ -1,15 +1,56 @@
-"""Sums of the gradients of ResNet-50 and BERT-base, against packing them by hand."""
+"""Sums of many arrays in one call, such as gradients, against packing them by hand."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidist import ReplicaContext
-from mpidist._cli.bench_command import in_replicas, packed
-from mpidist._cli.bench_timing import Bench, Row
+from mpidist._cli.bench_command import Bench, Row, in_replicas, show_size
 
 Shape = tuple[int, ...]
+NESTS = ((20, 2**10), (100, 2**20))  # arrays, and bytes of each
 SLOWER = 5.0  # a network is measured this many times as long as an array
+MOST_BYTES = 128 * 2**20  # of a network in a quick run
+
+
+@in_replicas
+def nest(bench: Bench, context: ReplicaContext) -> None:
+    """Sum arrays of one size. Collective."""
+    for count, nbytes in NESTS:
+        work = f"{count} arrays of {show_size(nbytes)}"
+        if bench.has_room(work, count * nbytes, copies=8):
+            arrays = [bench.numbers(nbytes // 4) for _ in range(count)]
+            ours = functools.partial(context.all_reduce, "SUM", arrays)
+            expected = [bench.total(nbytes // 4)] * count
+            by_hand, total = packed(bench, arrays), count * nbytes
+            bench.compare("nest", by_hand, ours, expected, work=work, nbytes=total)
+
+
+def packed(bench: Bench, arrays: Sequence[Any]) -> Callable[[], list[Any]]:
+    """Return a function that packs, calls one `Allreduce` in place, and unpacks.
+
+    This is what a careful user writes by hand: the flat buffer and the arrays for the
+    sums are allocated once.
+    """
+    comm, mpi = bench.job.comm, bench.job.mpi
+    flat = np.empty(sum(x.size for x in arrays), np.float32)
+    out = [np.empty_like(x) for x in arrays]
+    ends = np.cumsum([x.size for x in arrays])[:-1]
+    parts = np.split(flat, ends)
+    views = [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+
+    def call() -> list[Any]:
+        for view, x in zip(views, arrays, strict=True):
+            np.copyto(view, x)
+        comm.Allreduce(mpi.IN_PLACE, flat, mpi.SUM)
+        for view, x in zip(views, out, strict=True):
+            np.copyto(x, view)
+        return out
+
+    return call
 
 
 def resnet50() -> list[Shape]:
@@ -67,6 +108,9 @@ def networks(bench: Bench) -> None:
     """Sum the gradients of each network, in arrays and in buffers. Collective."""
     for name, shapes in MODELS.items():
         nbytes = sum(4 * math.prod(shape) for shape in shapes())
+        if bench.quick and nbytes > MOST_BYTES:
+            bench.notes.append(f"{name} was left out: it is too large for a quick run.")
+            continue
         if not bench.has_room(name, nbytes, copies=8):
             continue
         gradients = [bench.numbers(math.prod(s)).reshape(s) for s in shapes()]
