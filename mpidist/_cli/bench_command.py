@@ -130,6 +130,7 @@ class Bench:
         first: the "seconds" that making it took, on the slowest rank, and how many more
             "files" were open then, on the rank with the most.
         nodes: the number of nodes, which may be simulated.
+        crowded: whether a machine has more ranks than cores.
         rows: the results so far.
         notes: remarks for the reader of the rows.
     """
@@ -153,11 +154,14 @@ class Bench:
         took, more = job.slowest([took, _count_open_files() - files])
         self.first: dict[str, float] = {"seconds": took, "files": int(more)}
         self.nodes: int = group_of(self.strategy).communicator.num_nodes
+        self.crowded: bool = any(
+            len(node) > job.facts[node[0]]["machine"]["cores"] for node in job.nodes
+        )
         self.quick = quick
         self._seconds = 0.01 if quick else seconds
         self._fewest, self._most = (1, 3) if quick else (3, 31)
         self._sample_seconds = 1e-5 if quick else 1e-3
-        if job.crowded or self.nodes > 1:
+        if self.crowded or self.nodes > 1:
             self._sample_seconds *= _SCATTERED
         self._sizes = sizes
         self.rows: list[Row] = []
@@ -285,7 +289,8 @@ class Bench:
             copies: how many times ``nbytes`` each rank needs.
         """
         needed = copies * nbytes
-        if self.job.everywhere(needed * self.job.local_size <= _SPARE * _free_memory()):
+        fits = needed * self.job.local_size <= _SPARE * _free_memory()
+        if all(self.job.comm.allgather(fits)):
             return True
         self.notes.append(
             f"{work} was left out: it takes {show_size(needed)}\non each rank, and "
@@ -478,7 +483,7 @@ def _write(job: Job, path: str | None, text: str, mode: str) -> None:
 def _describe(run: Bench) -> dict[str, Any]:
     """Return what is written to a file above the rows: where they were measured."""
     job = run.job
-    if job.crowded:
+    if run.crowded:
         run.notes.append(
             "There are more ranks than cores: ranks wait for a core, and times depend\n"
             "on when they get one."
@@ -495,7 +500,7 @@ def _describe(run: Bench) -> dict[str, Any]:
         "ranks": job.size,
         "nodes": run.nodes,
         "simulated": run.nodes > len(job.nodes),
-        "crowded": job.crowded,
+        "crowded": run.crowded,
         "machine": job.mine["machine"],
         "software": job.mine["software"],
         "transports": facts.transport_facts(run.strategy),

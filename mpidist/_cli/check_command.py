@@ -28,8 +28,6 @@ from mpidist._cli.facts import (
     ok,
 )
 from mpidist._cli.speaking import Parser, positive_seconds, say
-from mpidist._mpi import versions
-from mpidist._mpi.library import query_cuda_support
 from mpidist._strategy.strategy import group_of
 
 ABOUT: Final = "a quick test of these ranks: does everything work here?"
@@ -48,9 +46,6 @@ Exits 0 if all is well, 1 if a check failed; a note is not a failure. No check
 waits longer than --timeout.
 """
 _T = TypeVar("_T")
-_EXPORT: Final = (
-    "export it to all ranks (Open MPI: mpirun -x KEY; MPICH: mpirun -genv KEY ...)"
-)
 _LIBRARY: Final = (
     "test the MPI library first: `mpirun -n 2 python -m mpi4py.bench helloworld`"
 )
@@ -92,45 +87,16 @@ def _ranks(job: _Job) -> Finding:
     return ok(f"{facts.counted(job.size, 'rank')} on {nodes}{more}")
 
 
-def _versions(job: _Job) -> Finding:
-    """Check that all ranks have the same software, and round alike."""
-    mine = {**job.mine["software"], **versions.describe()}
-    for one in ("native_core", "executable"):  # which may differ
-        del mine[one]
-    _compare(mine, job.from_root(mine), versions.ADVICE)
-    floats = versions.floats_that_differ([one["floats"] for one in job.facts])
-    if floats:
-        return Finding(floats, "import the same libraries on all ranks")
-    return ok(f"{mine['mpi']}, mpi4py {mine['mpi4py']}, NumPy {mine['numpy']}")
-
-
-def _settings(job: _Job) -> Finding:
-    """Check that all ranks have the same environment variables."""
-    mine, first = (
-        {
-            name: value
-            for name, value in one["environment"].items()
-            if name.startswith("MPIDIST_")
-        }
-        for one in (job.mine, job.facts[0])
-    )
-    _compare(mine, first, _EXPORT)
-    return ok(", ".join(f"{k}={v}" for k, v in mine.items()) or "none set")
-
-
-def _compare(mine: dict[str, str], first: dict[str, str], advice: str) -> None:
-    """Raise for the first fact that is not that of rank 0."""
-    for key, wrong in facts.differences(mine, first, "here").items():
-        raise CheckFailedError(wrong, advice.replace("KEY", key))
-
-
 def _strategy(job: _Job) -> Finding:
     """Make a strategy."""
     options = mpidist.experimental.CommunicationOptions(timeout_seconds=job.timeout)
     job.made = mpidist.MPIStrategy(communication_options=options)
-    host = facts.transport_facts(job.made)["host"]["text"]
+    moved = facts.transport_facts(job.made)
     where = job.made.extended.worker_devices[0].partition("device:")[2]
-    return ok(f"arrays on {where}, host arrays: {host}")
+    text = f"arrays on {where}, host arrays: {moved['host']['text']}"
+    if where.startswith("GPU"):
+        text += f", GPU arrays: {moved['gpu']['text']}"
+    return ok(text)
 
 
 def _all_reduce(job: _Job) -> Finding:
@@ -243,21 +209,9 @@ def _exception(job: _Job) -> Finding:
     return ok(f"raised on rank {last}, and all ranks learned of it")
 
 
-def _cuda_aware(job: _Job) -> Finding:
-    """Say whether MPI accepts GPU arrays, as it says, and how they move."""
-    gpu, found = job.facts[0]["gpu"], job.from_root(query_cuda_support())
-    if not gpu["gpus"]:
-        return ok(f"not tried: {gpu['reason']}")
-    name = job.made and facts.transport_facts(job.made)["gpu"]["name"]
-    says = f"the MPI says so ({found})" if found else "the MPI does not say so"
-    return ok(f"{says}; GPU arrays are moved by: {name or 'nothing'}")
-
-
 _CHECKS: Final[dict[str, Callable[[_Job], Finding]]] = {
     "ranks": _ranks,
-    "MPI library": system_checks.libraries,
-    "versions": _versions,
-    "settings": _settings,
+    **system_checks.CHECKS,
     "strategy": _strategy,
     "all_reduce": _all_reduce,
     "all_gather": _gather,
@@ -265,9 +219,7 @@ _CHECKS: Final[dict[str, Callable[[_Job], Finding]]] = {
     "optimizer": _training,
     "mismatch": _mismatch,
     "exception": _exception,
-    **system_checks.CHECKS,
     "folder": lambda job: system_checks.check_folder(job, job.folder),
-    "CUDA-aware MPI": _cuda_aware,
 }
 
 

@@ -27,7 +27,6 @@ from mpidist._base.errors import format_ranks
 from mpidist._cli.speaking import UsageError, let_the_first_speak
 from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
-from mpidist.cluster import expand_tasks_per_node
 
 RawComm: TypeAlias = Any
 """A communicator of mpi4py. One module imports mpi4py, so its types have no names."""
@@ -41,7 +40,6 @@ _OTHERS: Final = (
     *("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"),
     *("UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER"),
 )
-_MAY_DIFFER: Final = ("MPIDIST_TRACE", "CUDA_VISIBLE_DEVICES")
 _T = TypeVar("_T")
 _J = TypeVar("_J", bound="Job")
 
@@ -101,13 +99,6 @@ class Job:
         near.Free()
         self.near_sizes: list[int] = [leaders.count(k) for k in sorted(set(leaders))]
 
-    @property
-    def crowded(self) -> bool:
-        """Whether any node has more ranks than cores."""
-        return any(
-            len(node) > self.facts[node[0]]["machine"]["cores"] for node in self.nodes
-        )
-
     def free(self) -> None:
         """Free the communicator. Collective; ranks that are strangers wait a while."""
         self.comm.Free()
@@ -130,10 +121,6 @@ class Job:
         receive = np.empty_like(send)
         self.comm.Allreduce(send, receive, self.mpi.MAX)
         return [float(value) for value in receive]
-
-    def everywhere(self, truth: bool) -> bool:
-        """Return whether ``truth`` is true on all ranks. Collective."""
-        return bool(self.comm.allreduce(bool(truth), self.mpi.LAND))
 
 
 # --- what a check finds ---------------------------------------------------------------
@@ -197,34 +184,25 @@ def facts_of_rank(mpi: ModuleType) -> Facts:
     vendor, version = mpi.get_vendor()
     gpu_count, no_gpu = gpus.count_gpus()
     given = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    allowed = sorted(os.sched_getaffinity(0))
     return {
         "place": machine.node_id(mpi.Get_processor_name()),
         "software": {
             "mpidist": mpidist.__version__,
             "mpi": f"{vendor} {'.'.join(map(str, version))}",
-            "mpi_library": mpi.Get_library_version().splitlines()[0].rstrip("\0 ,"),
             "mpi_standard": ".".join(map(str, mpi.Get_version())),
             "mpi_threads": library.thread_level(),
             "mpi4py": importlib.metadata.version("mpi4py"),
             "numpy": np.__version__,
             "python": _python(),
-            "native_core": "present" if _native.available() else "absent",
-            "executable": sys.executable,
         },
         "machine": {
             "host": platform.node(),
             "processor": _processor_name(),
-            "cores": os.cpu_count() or 1,
-            "cores_for_this_rank": len(allowed),
             "architecture": platform.machine(),
             "system": f"{platform.system()} {platform.release()}",
-        },
-        # None: no limit by a control group; no SLURM.
-        "cores": {
-            "machine": os.cpu_count() or 1,
-            "allowed": allowed,
-            "quota": _quota(),
+            "cores": os.cpu_count() or 1,
+            "allowed": sorted(os.sched_getaffinity(0)),  # to this rank
+            "quota": _quota(),  # of a control group; None: no limit
             "slurm": int(given) if given.isdigit() else None,
         },
         "environment": {
@@ -232,7 +210,7 @@ def facts_of_rank(mpi: ModuleType) -> Facts:
             for name, value in sorted(os.environ.items())
             if name.startswith("MPIDIST_") or name in _OTHERS
         },
-        "launcher": launcher_facts(os.environ),
+        "launcher": launcher_text(os.environ),
         "gpu": {
             "cupy": getattr(sys.modules.get("cupy"), "__version__", None),
             "gpus": gpu_count,
@@ -296,31 +274,16 @@ def _limit_of(folder: Path) -> list[float]:
     return []
 
 
-def launcher_facts(variables: Mapping[str, str]) -> Facts:
-    """Return how this process was started; None where nothing says it.
-
-    - ``name``: such as "mpirun of Open MPI"; "" without one.
-    - ``size``: how many processes it started.
-    - ``slurm_job``: the id of the SLURM job; under srun only ``slurm_step``, the id of
-      its step, and ``slurm_mpi_type``, what srun was told by ``--mpi``.
-    - ``tasks_per_node``: the tasks that SLURM placed on each node; under srun only.
-    """
-    found = launcher.find_launch(variables)
-    name = "" if found is None else found.launcher
-    of_step: Mapping[str, str] = {}
-    if name.startswith("srun"):
-        of_step = {"SLURM_MPI_TYPE": "none", **variables}
-    tasks = None
-    with contextlib.suppress(KeyError, ValueError):
-        tasks = expand_tasks_per_node(of_step["SLURM_STEP_TASKS_PER_NODE"])
-    return {
-        "name": name,
-        "size": None if found is None else found.size,
-        "slurm_job": variables.get("SLURM_JOB_ID"),
-        "slurm_step": of_step.get("SLURM_STEP_ID"),
-        "slurm_mpi_type": of_step.get("SLURM_MPI_TYPE"),
-        "tasks_per_node": tasks,
-    }
+def launcher_text(variables: Mapping[str, str]) -> str:
+    """Return in words how this process was started."""
+    found, job = launcher.find_launch(variables), variables.get("SLURM_JOB_ID")
+    text = "none"
+    if found is not None:
+        many = counted(found.size or 1, "process", "processes")
+        text = f"{found.launcher} started {many}"
+        if found.launcher.startswith("srun"):
+            return f"{text}, step {variables.get('SLURM_STEP_ID')} of SLURM job {job}"
+    return f"{text}, in SLURM job {job}" if job else text
 
 
 def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
@@ -335,22 +298,6 @@ def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
         text = reason if reason.startswith(name) else text
         facts[kind] = {"name": name, "reason": reason, "text": text}
     return facts
-
-
-def differences(
-    mine: Mapping[str, str], first: Mapping[str, str], where: str
-) -> dict[str, str]:
-    """Return in a sentence for each fact how that of a rank is not rank 0's.
-
-    Not for the variables that each rank may have for itself.
-    """
-    none = "not set"
-    return {
-        key: f"{key} is {mine.get(key, none)} {where}, and {first.get(key, none)} on "
-        "rank 0"
-        for key in dict.fromkeys([*mine, *first])
-        if mine.get(key) != first.get(key) and key not in _MAY_DIFFER
-    }
 
 
 def counted(number: int, what: str, several: str = "") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import mpidist
 from mpidist._base.environment import read_environment
 from mpidist._base.errors import format_ranks, ranks_by
 from mpidist._cli import facts, system_checks
-from mpidist._cli.facts import OK, Facts, Job, attempt
+from mpidist._cli.facts import FAILED, OK, Facts, Job, attempt
 from mpidist._cli.speaking import Parser, say
 from mpidist._mpi import library
 from mpidist._strategy.strategy import group_of
@@ -49,125 +48,89 @@ def info(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(list(arguments))
     job = Job()
-    found = _facts_of_job(job, given.device)
-    say(json.dumps(found, indent=1) if given.json else _text_of(found))
+    lines, problems = _describe(job, given.device)
+    if given.json:
+        found = {"problems": problems, "lines": lines, "ranks": job.facts}
+        say(json.dumps(found, indent=1))
+    else:
+        lines["problems"] = problems
+        say(
+            "\n".join(
+                f"{'' if i else name:<{_WIDTH}} {text}"
+                for name, texts in lines.items()
+                for i, text in enumerate(texts)
+            )
+        )
     job.free()
-    return 1 if found["problems"] else 0
+    return 1 if problems else 0
 
 
-def _facts_of_job(job: Job, device: str) -> Facts:
-    """Return all facts, and of a strategy on a device, on all ranks. Collective."""
-    first = job.facts[0]
+def _describe(job: Job, device: str) -> tuple[dict[str, list[str]], list[str]]:
+    """Return lines under names, and what is wrong, on all ranks. Collective.
+
+    Args:
+        job: the ranks.
+        device: of the strategy that is described.
+    """
+    software, environment = job.facts[0]["software"], job.facts[0]["environment"]
     checks = {name: attempt(job, x) for name, x in system_checks.CHECKS.items()}
-    found: Facts = {
-        "software": first["software"],
-        "launcher": first["launcher"],
-        "ranks": job.size,
-        "network": _measure_network(job),
-        "nodes": [
-            {
-                "host": job.facts[node[0]]["machine"]["host"],
-                "processor": job.facts[node[0]]["machine"]["processor"],
-                "gpus": job.facts[node[0]]["gpu"]["gpus"],
-                "ranks": node,
-                "cores": system_checks.cores_text(
-                    [job.facts[rank]["cores"] for rank in node]
-                ),
-            }
-            for node in job.nodes
-        ],
-        "open_files": system_checks.open_file_use(job),
-        "mpi_nodes": len(job.near_sizes),
-        "crowded": job.crowded,
-        "native_core": {
-            "missing_on": [k for k, x in enumerate(job.facts) if x["core_missing"]],
-            **dataclasses.asdict(checks["native core"]),
-        },
-        "checks": {name: dataclasses.asdict(found) for name, found in checks.items()},
-        "gpu": first["gpu"],
-        "cuda_aware": library.query_cuda_support(),
-        "environment": first["environment"],
-        "problems": _problems(job),
-        "strategy": None,
-    }
-    try:
-        strategy = mpidist.MPIStrategy(device=device)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:  # on all ranks
-        if not job.stranger:  # which says it all
-            found["problems"].append(f"MPIStrategy cannot be made: {error}")
-        return found
-    devices = strategy.extended.worker_devices
-    environment = read_environment()
-    found["strategy"] = {
-        "devices": devices,
-        "why_devices": describe_devices(devices, job.nodes, job.facts, device),
-        "transports": facts.transport_facts(strategy),
-        "guard": group_of(strategy).guard.enabled,
-        "stall_seconds": environment.stall_seconds,
-        "timeout_seconds": environment.timeout_seconds,
-        "bytes_per_pack": environment.bytes_per_pack,
-        "abort": environment.abort,
-    }
-    strategy.close()
-    return found
-
-
-def _problems(job: Job) -> list[str]:
-    """Return what is wrong, and what differs between ranks, in sentences."""
     problems = [job.stranger] if job.stranger else []
-    for kind in ("software", "environment"):
-        for rank, one in enumerate(job.facts):
-            found = facts.differences(one[kind], job.facts[0][kind], f"on rank {rank}")
-            problems += found.values()
-    return problems
-
-
-# --- as text --------------------------------------------------------------------------
-
-
-def _text_of(found: Facts) -> str:
-    """Return the facts as text: lines under names."""
-    software, strategy = found["software"], found["strategy"]
-    sizes = [len(node["ranks"]) for node in found["nodes"]]
-    more = " (start more with mpirun -n N mpidist info)"
-    if sizes != [1] or (found["launcher"]["size"] or 1) > 1:  # see problems
-        more = ""
-    texts: dict[str, list[str]] = {
+    problems += [found.text for found in checks.values() if found.state == FAILED]
+    alone = job.size == 1 and not job.stranger
+    more = " (start more with mpirun -n N mpidist info)" if alone else ""
+    lines = {
         "mpidist": [f"{software['mpidist']}, Python {software['python']}"],
         "MPI": [_mpi_text(software)],
         "mpi4py": [software["mpi4py"]],
         "NumPy": [software["numpy"]],
-        "launcher": [launcher_text(found["launcher"])],
-        "ranks": [f"{found['ranks']} on {facts.sizes_text(sizes)}{more}"],
-        "nodes": _node_texts(found["nodes"]),
-        "network": found["network"],
+        "launcher": [job.facts[0]["launcher"]],
+        "ranks": [f"{job.size} on {facts.sizes_text(list(map(len, job.nodes)))}{more}"],
+        "nodes": _node_lines(job),
+        "network": _measure_network(job),
     }
-    for name, check in found["checks"].items():
-        if check["state"] != OK or name in _SHOWN:
-            texts[name] = list(filter(None, (check["text"], check["advice"])))
-    if found["gpu"]["gpus"]:
-        aware = "reports" if found["cuda_aware"] else "does not report"
-        text = f"CuPy {found['gpu']['cupy']}; MPI {aware} that it is CUDA-aware"
-        texts["GPUs"].append(text)
-    if strategy is not None:
-        if not all("device:CPU" in device for device in strategy["devices"]):
-            texts["devices"] = strategy["why_devices"]
-        ends = "an uncaught exception ends the job" if strategy["abort"] else "off"
-        texts |= {
-            "host arrays": [strategy["transports"]["host"]["text"]],
-            "GPU arrays": [strategy["transports"]["gpu"]["text"]],
-            "packs": [f"{strategy['bytes_per_pack'] / 2**20:g} MiB of small arrays"],
-            "guard": [_guard_text(strategy)],
-            "abort": [ends],
-        }
-    variables = [f"{k}={v}" for k, v in found["environment"].items()]
-    texts["environment"] = variables or ["no variable that mpidist reads"]
-    texts["problems"] = found["problems"]
-    return "\n".join(
-        f"{'' if i else name:<{_WIDTH}} {text}"
-        for name, several in texts.items()
-        for i, text in enumerate(several)
-    )
+    for name, found in checks.items():
+        if found.state != OK or name in _SHOWN:
+            lines[name] = list(filter(None, (found.text, found.advice)))
+    gpu = job.facts[0]["gpu"]
+    if gpu["gpus"]:
+        aware = "reports" if library.query_cuda_support() else "does not report"
+        text = f"CuPy {gpu['cupy']}; MPI {aware} that it is CUDA-aware"
+        lines["GPUs"].append(text)
+    try:
+        strategy = mpidist.MPIStrategy(device=device)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:  # on all ranks
+        if not job.stranger:  # which says it all
+            problems.append(f"MPIStrategy cannot be made: {error}")
+    else:
+        lines |= _strategy_lines(strategy, job, device)
+        strategy.close()
+    variables = [f"{k}={v}" for k, v in environment.items()]
+    lines["environment"] = variables or ["no variable that mpidist reads"]
+    return lines, problems
+
+
+def _strategy_lines(
+    strategy: mpidist.Strategy, job: Job, device: str
+) -> dict[str, list[str]]:
+    """Return how a strategy, made with this device, moves arrays, waits and ends."""
+    lines, settings = {}, read_environment()
+    devices = strategy.extended.worker_devices
+    if not all("device:CPU" in one for one in devices):
+        lines["devices"] = describe_devices(devices, job.nodes, job.facts, device)
+    moved = facts.transport_facts(strategy)
+    guard = "off: ranks that differ may hang, or get wrong data"
+    if group_of(strategy).guard.enabled:
+        timeout, stall = settings.timeout_seconds, settings.stall_seconds
+        limit = f"an error after {timeout:g} s" if timeout else "no deadline"
+        guard = f"on; missing ranks are named after {stall:g} s, {limit}"
+    ends = "an uncaught exception ends the job" if settings.abort else "off"
+    return lines | {
+        "host arrays": [moved["host"]["text"]],
+        "GPU arrays": [moved["gpu"]["text"]],
+        "packs": [f"{settings.bytes_per_pack / 2**20:g} MiB of small arrays"],
+        "guard": [guard],
+        "abort": [ends],
+    }
 
 
 def _mpi_text(software: dict[str, str]) -> str:
@@ -178,35 +141,18 @@ def _mpi_text(software: dict[str, str]) -> str:
     return text
 
 
-def launcher_text(found: Facts) -> str:
-    """Return the launcher in one line."""
-    job, text = found["slurm_job"], "none"
-    if found["name"]:
-        many = facts.counted(found["size"] or 1, "process", "processes")
-        text = f"{found['name']} started {many}"
-    if found["slurm_step"] is not None:
-        return f"{text}, step {found['slurm_step']} of SLURM job {job}"
-    return f"{text}, in SLURM job {job}" if job else text
-
-
-def _node_texts(nodes: Sequence[Facts]) -> list[str]:
+def _node_lines(job: Job) -> list[str]:
     lines = []
-    for number, node in enumerate(nodes[:_SHOWN_NODES]):
-        gpus = f", {node['gpus']} GPUs" if node["gpus"] else ""
-        name = f"{number}: {node['host']}" if len(nodes) > 1 else node["host"]
-        ranks = format_ranks(node["ranks"])
-        lines.append(f"{name}: {ranks}, {node['cores']}{gpus}, {node['processor']}")
-    if len(nodes) > _SHOWN_NODES:
-        lines.append(f"... and {len(nodes) - _SHOWN_NODES} more (--json has all)")
+    for number, node in enumerate(job.nodes[:_SHOWN_NODES]):
+        ranks = [job.facts[rank]["machine"] for rank in node]
+        host, processor = ranks[0]["host"], ranks[0]["processor"]
+        gpus = job.facts[node[0]]["gpu"]["gpus"]
+        name = f"{number}: {host}" if len(job.nodes) > 1 else host
+        cores = system_checks.cores_of(ranks)[1] + (f", {gpus} GPUs" if gpus else "")
+        lines.append(f"{name}: {format_ranks(node)}, {cores}, {processor}")
+    if len(job.nodes) > _SHOWN_NODES:
+        lines.append(f"... and {len(job.nodes) - _SHOWN_NODES} more (--json has all)")
     return lines
-
-
-def _guard_text(strategy: Facts) -> str:
-    if not strategy["guard"]:
-        return "off: ranks that differ may hang, or get wrong data"
-    timeout = strategy["timeout_seconds"]
-    limit = f"an error after {timeout:g} s" if timeout else "no deadline"
-    return f"on; missing ranks are named after {strategy['stall_seconds']:g} s, {limit}"
 
 
 def describe_devices(

@@ -18,6 +18,7 @@ from mpidist._base.errors import format_ranks
 from mpidist._cli.facts import CheckFailedError, Facts, Finding, Job, ok, sizes_text
 from mpidist._cli.run_command import OPEN_MPI, version_of
 from mpidist._cli.speaking import UsageError
+from mpidist._mpi import versions as software
 from mpidist.cluster import this_process
 
 _NEEDED_SHM: Final = 64 * 2**20
@@ -26,7 +27,15 @@ _BLOCK: Final = 64 * 2**10
 _STALE_SECONDS: Final = 5.0
 _LIBRARY_NAME: Final = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
 _WORDS_OF: Final = {"Open MPI": OPEN_MPI, "MPICH": ("HYDRA",)}
-_CONTAINERS: Final = "ranks of a node share memory in one container (--ipc=host)"
+_MAY_DIFFER: Final = {"MPIDIST_TRACE", "CUDA_VISIBLE_DEVICES"}
+_EXPORT: Final = (
+    "export it to all ranks (Open MPI: mpirun -x KEY; MPICH: mpirun -genv KEY ...)"
+)
+_CONTAINERS: Final = "Ranks of a node share memory in one container (--ipc=host)"
+_MORE_CORES: Final = (
+    "ask for more cores (--cpus-per-task), or, if the launcher binds several ranks to "
+    "one core, bind to none (mpirun --bind-to none)"
+)
 _IS_THAT_MEANT: Final = "several of SLURM's nodes are one machine: is that meant?"
 
 
@@ -63,6 +72,37 @@ def loaded_libraries(maps: Path) -> list[str]:
     return sorted({os.path.realpath(path): path for path in found}.values())
 
 
+def versions(job: Job) -> Finding:
+    """Check that all ranks have the same software, and round alike."""
+    mine = {**job.mine["software"], **software.describe()}
+    first = job.from_root(mine)
+    for key in mine:
+        if mine[key] != first[key]:
+            raise CheckFailedError(_differs(key, mine, first), software.ADVICE)
+    floats = software.floats_that_differ([one["floats"] for one in job.facts])
+    if floats:
+        return Finding(floats, "import the same libraries on all ranks")
+    return ok(f"{mine['mpi']}, mpi4py {mine['mpi4py']}, NumPy {mine['numpy']}")
+
+
+def settings(job: Job) -> Finding:
+    """Check that all ranks have the same environment variables."""
+    mine, first = job.mine["environment"], job.facts[0]["environment"]
+    names = sorted({*mine, *first} - _MAY_DIFFER)
+    for key in sorted(names, key=lambda name: not name.startswith("MPIDIST_")):
+        if mine.get(key) != first.get(key):
+            text, advice = _differs(key, mine, first), _EXPORT.replace("KEY", key)
+            if key.startswith("MPIDIST_"):
+                raise CheckFailedError(text, advice)
+            return Finding(text, advice)
+    return ok(", ".join(f"{k}={v}" for k, v in mine.items()) or "none set")
+
+
+def _differs(key: str, mine: Facts, first: Facts) -> str:
+    none = "not set"
+    return f"{key} is {mine.get(key, none)} here, and {first.get(key, none)} on rank 0"
+
+
 def native_core(job: Job) -> Finding:
     """Say which ranks lack the native core, and why."""
     missing = [one["core_missing"] for one in job.facts]
@@ -76,38 +116,30 @@ def native_core(job: Job) -> Finding:
 
 def placement(job: Job) -> Finding:
     """Check that the ranks are on the nodes that they were asked to be on."""
-    sizes, near = list(map(len, job.nodes)), job.near_sizes
-    launch = job.mine["launcher"]
-    counts = launch["tasks_per_node"]
+    sizes, near, here = list(map(len, job.nodes)), job.near_sizes, this_process()
+    as_placed = here.local_size in (None, job.local_size)
     if len(near) > len(sizes):
-        as_slurm = counts is not None and sorted(counts) == sorted(near)
         return Finding(
             f"the ranks that share memory are {_sum(sizes)}, and MPI takes them "
             f"for {_sum(near)}: its messages between these are slower",
-            _IS_THAT_MEANT if as_slurm else _why_apart(),
+            _why_apart() if as_placed else _IS_THAT_MEANT,
         )
-    if counts is not None and sorted(counts) != sorted(sizes):
+    if not as_placed:
+        several = (here.local_size or 0) < job.local_size
         return Finding(
-            f"SLURM placed {_sum(counts)} ranks, but those that share memory are "
-            f"{_sum(sizes)}",
-            _IS_THAT_MEANT if len(sizes) < len(counts) else _CONTAINERS,
-        )
-    local = this_process().local_size
-    if local not in (None, job.local_size):
-        return Finding(
-            f"{launch['name']} put {local} ranks on this host, of which "
+            f"{here.launcher} put {here.local_size} ranks on this host, and "
             f"{job.local_size} share memory",
-            f"do two hosts have one name? Else, {_CONTAINERS}",
+            _IS_THAT_MEANT if several else f"do two hosts have one name? {_CONTAINERS}",
         )
     held = os.environ.get("SLURM_JOB_NUM_NODES", "")
-    by_mpirun = launch["name"].startswith("mpirun")
+    by_mpirun = here.launcher.startswith("mpirun")
     if by_mpirun and job.rank == 0 and held.isdigit() and int(held) > len(sizes):
         return Finding(
             f"the job has {held} nodes, and its ranks are on {len(sizes)}",
             "mpirun -n N fills one node after the other: say how many ranks go on "
             "each (Open MPI: --map-by ppr:K:node; MPICH: -ppn K)",
         )
-    if counts is None and max(sizes) - min(sizes) > 1:
+    if max(sizes) - min(sizes) > 1 and not here.launcher.startswith("srun"):
         advice = "the same number on each is faster: the others wait for the fullest"
         return Finding(sizes_text(sizes), advice)
     return ok(sizes_text(sizes))
@@ -158,32 +190,29 @@ def gpus(job: Job) -> Finding:
 
 def cores(job: Job) -> Finding:
     """Check that there are cores for the ranks of this node."""
-    here = [job.facts[rank]["cores"] for rank in job.node]
-    total, usable = here[0]["machine"], len(_allowed(here))
-    if job.local_size > total:
-        text = f"{job.local_size} ranks on {total} cores"
-        return Finding(f"{text}: ranks wait for a core, and calls take much longer")
-    if job.local_size > usable:
+    count, text = cores_of([job.facts[rank]["machine"] for rank in job.node])
+    if job.local_size > count:
         return Finding(
-            f"{job.local_size} ranks may run on {usable} of {total} cores only",
-            "the launcher binds several ranks to one core: ask for more cores "
-            "(--cpus-per-task), or bind to none (mpirun --bind-to none)",
+            f"{job.local_size} ranks on {text}: ranks wait for a core, and calls take "
+            "much longer",
+            "" if count == job.mine["machine"]["cores"] else _MORE_CORES,
         )
     if job.local_size > 1 and "OMP_NUM_THREADS" not in job.mine["environment"]:
         return Finding(
-            "OMP_NUM_THREADS is not set: NumPy's BLAS may use all cores in every "
-            "rank; `export OMP_NUM_THREADS=1`"
+            "OMP_NUM_THREADS is not set: NumPy's BLAS may use all cores in every rank",
+            "`export OMP_NUM_THREADS=1`",
         )
-    return ok(f"{cores_text(here)}, for {job.local_size} ranks of a node")
+    return ok(f"{text}, for {job.local_size} ranks of a node")
 
 
-def _allowed(ranks: Sequence[Facts]) -> set[int]:
-    return {core for one in ranks for core in one["allowed"]}
+def cores_of(ranks: Sequence[Facts]) -> tuple[int, str]:
+    """Return the cores that the job has on a node, as a number and as text.
 
-
-def cores_text(ranks: Sequence[Facts]) -> str:
-    """Return the cores that the job has on a node, given those of each rank there."""
-    machine, allowed = ranks[0]["machine"], len(_allowed(ranks))
+    Args:
+        ranks: of each rank of the node what it says of its machine.
+    """
+    machine = ranks[0]["cores"]
+    allowed = len({core for one in ranks for core in one["allowed"]})
     limits = [(allowed, "its ranks may run on no others")]
     limits += [
         (max(1, math.ceil(one["quota"])), "by the control group")
@@ -193,33 +222,26 @@ def cores_text(ranks: Sequence[Facts]) -> str:
     if ranks[0]["slurm"] is not None:
         limits.append((ranks[0]["slurm"], "by SLURM"))
     fewest, why = min(limits, key=lambda limit: limit[0])
-    text = f"{min(fewest, machine)} of {machine} cores"
-    if fewest < machine:
+    count = min(fewest, machine)
+    text = f"{count} of {machine} cores"
+    if count < machine:
         text += f" ({why})"
     each = [len(one["allowed"]) for one in ranks]
     if min(each) < allowed:
         text += f", each rank on {min(each)}"
         text += f" to {max(each)}" if max(each) > min(each) else ""
-    return text
+    return count, text
 
 
-def open_file_use(job: Job) -> Facts:
-    """Return how many files may be open, and about how many have to be.
+def open_files(job: Job) -> Finding:
+    """Check that the ranks, and mpirun, may open the files that they need.
 
     A rank has up to one connection to each other rank. The mpirun of a node has three
     (Open MPI) or four (MPICH) files for each rank there, and some twenty others.
     """
     in_ranks = max(one["files"] for one in job.facts) + job.size
-    in_mpirun = 4 * max(map(len, job.nodes)) + 32
-    return {
-        "limit": min(one["most_files"] for one in job.facts),
-        "needed": max(in_ranks, in_mpirun),
-    }
-
-
-def open_files(job: Job) -> Finding:
-    """Check that the ranks, and mpirun, may open the files that they need."""
-    limit, needed = open_file_use(job).values()
+    needed = max(in_ranks, 4 * max(map(len, job.nodes)) + 32)
+    limit = min(one["most_files"] for one in job.facts)
     text = f"{limit} for each process; this job needs about {needed}"
     if needed <= limit:
         return ok(text)
@@ -248,6 +270,9 @@ def shared_memory(job: Job) -> Finding:
 
 # `mpidist info` shows them too.
 CHECKS: Final[dict[str, Callable[[Job], Finding]]] = {
+    "MPI library": libraries,
+    "versions": versions,
+    "settings": settings,
     "native core": native_core,
     "placement": placement,
     "cores": cores,
@@ -300,8 +325,9 @@ def check_folder(job: Job, path: str) -> Finding:
         finally:  # the others are there at once, and follow until rank 0 is
             written = job.comm.Ibarrier()
         try:
-            if job.rank:
-                is_last = _follow(file, written.Test)
+            while job.rank and not written.Test():
+                _read(file)
+            is_last = not job.rank or _becomes_true(lambda: _read(file) == _ROUNDS)
         finally:
             written.Wait()
     finally:
@@ -368,17 +394,6 @@ def _synchronise(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _follow(file: Path, is_written: Callable[[], bool]) -> bool:
-    """Read a file until it is the last one; return False if an older one stays."""
-    end = math.inf
-    while _read(file) != _ROUNDS:
-        if end == math.inf and is_written():
-            end = time.monotonic() + _STALE_SECONDS
-        if time.monotonic() > end:
-            return False
-    return True
 
 
 def _read(file: Path) -> int:

@@ -62,12 +62,36 @@ def test_gpus_that_ranks_share(monkeypatch):
 
 def test_more_ranks_than_cores():
     job = Job()
-    here = job.mine["cores"]
-    assert 1 <= len(here["allowed"]) <= here["machine"]
+    here = job.mine["machine"]
+    assert 1 <= len(here["allowed"]) <= here["cores"]
     assert here["quota"] is None or here["quota"] > 0
     job.local_size = 10**6
-    text = f"1000000 ranks on {here['machine']} cores: ranks wait for a core, and"
-    assert system_checks.cores(job).text.startswith(text)
+    text = system_checks.cores(job).text
+    assert text.startswith("1000000 ranks on ")
+    assert f" of {here['cores']} cores" in text
+    assert ": ranks wait for a core, and calls take much longer" in text
+
+
+def test_fewer_cores_than_the_machine_has():
+    job = Job()
+    job.mine["machine"] |= {"cores": 64, "allowed": list(range(64)), "quota": 2.5}
+    job.local_size = 4
+    found = system_checks.cores(job)
+    assert found.text.startswith("4 ranks on 3 of 64 cores (by the control group): ran")
+    assert found.advice.startswith("ask for more cores")
+
+
+def test_variables_that_differ(monkeypatch):
+    """Those of others change how fast a rank is, not whether ranks fit together."""
+    job = Job()
+    job.facts = [{"environment": {"OMP_NUM_THREADS": "4", "MPIDIST_TRACE": "1"}}]
+    job.mine = {"environment": {"OMP_NUM_THREADS": "1"}}
+    found = system_checks.settings(job)
+    assert found.text == "OMP_NUM_THREADS is 1 here, and 4 on rank 0"
+    assert "mpirun -x OMP_NUM_THREADS" in found.advice
+    job.mine["environment"]["MPIDIST_GUARD"] = "0"
+    with pytest.raises(CheckFailedError, match="MPIDIST_GUARD is 0 here, and not set"):
+        system_checks.settings(job)
 
 
 def test_a_limit_of_open_files_that_is_too_low():

@@ -235,10 +235,14 @@ def test_a_stopped_rank_on_one_node_is_reported(tmp_path, elements):
 def test_what_info_and_check_find_on_hosts(make_hosts):
     hosts = make_hosts(2, shm={"node2": "8m"})
     facts = report_of(hosts, "info")
-    assert [node["host"] for node in facts["nodes"]] == ["node1", "node2"]
-    assert [node["ranks"] for node in facts["nodes"]] == [[0, 1], [2, 3]]
-    assert facts["network"] == ["eth0"]
-    way = facts["strategy"]["transports"]["host"]["text"]
+    first, second = facts["lines"]["nodes"]
+    assert first.startswith("0: node1: ranks 0-1, ")
+    assert second.startswith("1: node2: ranks 2-3, ")
+    assert [one["machine"]["host"] for one in facts["ranks"]] == [
+        *("node1", "node1", "node2", "node2")
+    ]
+    assert facts["lines"]["network"] == ["eth0"]
+    (way,) = facts["lines"]["host arrays"]
     assert "No space left" in way, way  # so all go by MPI
     report = report_of(hosts, "check", "--folder", hosts.folder)
     rows = {row["name"]: row for row in report["checks"]}
@@ -257,11 +261,10 @@ def test_hosts_of_one_name_are_told_apart(make_hosts):
         pytest.skip("mpirun of Open MPI starts no ranks on hosts of one name")
     hosts = make_hosts(2, one_name=True)
     facts = report_of(hosts, "info")
-    assert [(n["host"], n["ranks"]) for n in facts["nodes"]] == [
-        ("node", [0, 1]),
-        ("node", [2, 3]),
-    ]
-    way = facts["strategy"]["transports"]["host"]["text"]
+    first, second = facts["lines"]["nodes"]
+    assert first.startswith("0: node: ranks 0-1, ")
+    assert second.startswith("1: node: ranks 2-3, ")
+    (way,) = facts["lines"]["host arrays"]
     assert way == "shared: 2 nodes, whose ranks share memory for large arrays"
     rows = {row["name"]: row for row in report_of(hosts, "check")["checks"]}
     assert rows["placement"]["text"] == "2 nodes, 2 on each"
