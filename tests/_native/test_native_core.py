@@ -120,11 +120,15 @@ class Plan:
     """Notes how calls ended that `ArrayCall` does not end itself."""
 
     def __init__(self) -> None:
-        self.ended: list[int] = []
+        self.ended: list[object] = []
 
     def concluded(self, status: int, x: Any, result: Any) -> str:
         self.ended.append(status)
         return "concluded"
+
+    def interrupted(self, error: BaseException) -> None:
+        self.ended.append(error)
+        raise KeyError("from the plan") from error
 
 
 def all_reduce_of(me: Rank, shape: tuple[int, ...]) -> tuple[Any, Any, Plan]:
@@ -240,6 +244,26 @@ def test_its_table_holds_the_latest_of_many_plans() -> None:
         return "ok"
 
     assert run(1, body) == ["ok"]
+
+
+def test_a_plan_gets_what_a_wait_has_raised() -> None:
+    def body(me: Rank) -> str:
+        entry, state, plan = all_reduce_of(me, (4,))
+        if me.rank:
+            return "ok"
+
+        def pause(seconds: float) -> None:
+            raise TimeoutError(f"{seconds > 0}")
+
+        me.channel.pause = pause
+        with pytest.raises(KeyError, match="from the plan") as found:
+            entry("SUM", np.ones(4, np.float32))
+        assert plan.ended == [found.value.__cause__]
+        assert isinstance(plan.ended[0], TimeoutError)
+        assert state.sequence == 0
+        return "ok"
+
+    assert run(2, body) == ["ok", "ok"]
 
 
 def test_pool_gives_memory_out_again_and_joins_it() -> None:
