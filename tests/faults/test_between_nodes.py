@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import FILES, NAME_FILES, left_over, run_ranks
-from replicas import rarely
+from replicas import long_only, rarely
 
 pytestmark = pytest.mark.core
 
@@ -118,16 +118,13 @@ def run_job(tmp_path: Path, size: int, where: str, fault: str):
     return done
 
 
-SIZES = [3, rarely(9)]
-
-
 @pytest.mark.parametrize("where", ["data", rarely("header"), rarely("blocking")])
 def test_a_rank_that_is_killed_between_nodes(tmp_path, where):
     done = run_job(tmp_path, 3, where, "kill")
     assert done.returncode != 0, done
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [3, pytest.param(9, marks=long_only)])
 @pytest.mark.parametrize("where", ["header", "data"])
 def test_a_rank_that_is_stopped_between_nodes(tmp_path, where, size):
     done = run_job(tmp_path, size, where, "stop")
@@ -145,7 +142,7 @@ def test_a_rank_that_is_stopped_in_a_call_that_blocks(tmp_path):
     assert "CollectiveTimeoutError: [rank" in done.stderr, done
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [3, rarely(9)])
 def test_a_rank_that_raises_between_two_pieces(tmp_path, size):
     done = run_job(tmp_path, size, "data", "raise")
     found = dict(re.findall(r"^rank (\d+) after (\S+ \w+) ", done.stdout, re.M))

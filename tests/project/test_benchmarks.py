@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from launching import ROOT, run_command, run_ranks
-from replicas import slow
+from replicas import long_only
 
 BENCHMARKS = ROOT / "launch" / "benchmarks"
 TIMEOUT = 200.0
@@ -32,7 +32,7 @@ def load(monkeypatch):
     return one
 
 
-@slow
+@long_only
 def test_the_benchmarks_of_developers_run(tmp_path):
     path = tmp_path / "r.json"
     names = ["nest", "reduce", "update", "strategy", "networks", "commits"]
@@ -55,7 +55,7 @@ def test_the_benchmarks_of_developers_run(tmp_path):
     assert "BERT-base was left out: it is too large for a quick run." in record["notes"]
 
 
-@slow
+@long_only
 def test_ratios_of_simulated_nodes_side_by_side(tmp_path):
     path = tmp_path / "n.json"
     words = ["2,3", "1", path, "--quick", "--sizes", "4B,64KiB"]

@@ -2,10 +2,14 @@
 
 import json
 import re
+import runpy
 
+import numpy as np
 import pytest
 from launching import ROOT, ULFM, outlives_ranks, run_in_turn, run_ranks
 from replicas import slow
+
+import mpidist
 
 EXAMPLES = ROOT / "examples"
 RANKS = 2
@@ -213,3 +217,28 @@ def test_train_elastic(tmp_path, name, steps, best):
         assert float(accuracy) > best
         weights.append(total)
     assert len(set(weights)) == 1
+
+
+@pytest.mark.parametrize(("batch_size", "images"), [(50, 438), (2, 25)])
+def test_train_digits_is_the_same_on_any_number_of_replicas(batch_size, images):
+    """3 divide neither 50 nor the 38 of the last batch; of 2 images one gets none."""
+    pytest.importorskip("sklearn")
+    example = runpy.run_path(EXAMPLES / "train_digits.py")
+    (x, labels), test = example["load_data"](np)
+    data = (x[:images], labels[:images]), test
+
+    def program():
+        strategy = mpidist.MPIStrategy(device="cpu")
+        settings = {"epochs": 3, "batch_size": batch_size, "seed": 1}
+        variables, losses, accuracies = example["train"](strategy, data, **settings)
+        return [losses, accuracies, *(v.numpy() for v in variables)]
+
+    (alone,) = mpidist.testing.run(1, program)
+    first, *others = mpidist.testing.run(3, program)
+    assert len(alone[0]) == 3 * -(-images // batch_size)
+    # float64 rounds to 1e-16; the steps of training make it grow somewhat.
+    for found, expected in zip(first, alone, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    for found, expected in zip(others, [first, first], strict=True):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)

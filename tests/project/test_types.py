@@ -64,7 +64,7 @@ def test_users_programs_type_check(tmp_path):
     pytest.importorskip("mypy")
     path = tmp_path / "program.py"
     path.write_text(PROGRAM, encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-pretty"]
+    command = [sys.executable, "-m", "mypy", "--no-pretty"]  # strict: setup.cfg
     result = run(*command, path, TYPED)
     wrong = len(PROGRAM.splitlines())
     errors = [line for line in result.stdout.splitlines() if ": error: " in line]
