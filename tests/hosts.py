@@ -15,8 +15,11 @@ network of the hosts, and starts its helpers on the hosts by an *agent* in place
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,7 @@ _cli.run()
 """
 _HEAD = "head"  # where mpirun runs
 _SWITCH = ".switch"  # has the bridge
+_PR_SET_PDEATHSIG = 1
 _READY_SECONDS = 20.0
 _ELSEWHERE = "/tmp/elsewhere"
 
@@ -68,6 +72,10 @@ def why_not() -> str:
 def _flags(*kinds: str) -> list[str]:
     flags = [f"--{kind}" for kind in kinds]
     return [*flags, "--fork", "--mount-proc"] if "pid" in kinds else flags
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _do(*command: object) -> None:
@@ -173,7 +181,7 @@ class Hosts:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=launching.end_with_parent,
+                preexec_fn=_end_with_parent,
             )
         self._holders[name] = holder
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
@@ -314,7 +322,7 @@ class Hosts:
                     str(lost),
                 ],
                 start_new_session=True,
-                preexec_fn=launching.end_with_parent,
+                preexec_fn=_end_with_parent,
             )
         )
 
@@ -469,12 +477,22 @@ class Job:
 
 def is_open_mpi() -> bool:
     """Whether this Python's mpirun is Open MPI's."""
-    return launching.mpi_vendor()[0] == "Open MPI"
+    return "Open MPI" in _version() or "OpenRTE" in _version()
 
 
 def is_intel_mpi() -> bool:
     """Whether this Python's mpirun is Intel MPI's."""
-    return launching.mpi_vendor()[0] == "Intel MPI"
+    return "Intel" in _version()
+
+
+@functools.cache
+def _version() -> str:
+    return subprocess.run(
+        [launching.find_mpirun(), "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
 
 
 def _environments() -> list[Path]:

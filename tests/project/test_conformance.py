@@ -208,12 +208,3 @@ def test_explain_and_page_of_a_failure(monkeypatch):
     text = report.explain(program, 3, runs[3])
     assert "no result" in text
     assert "KeyError" in report.explain(program, 2, runs[2])
-
-
-def test_run_mpidist(tmp_path):
-    """The side of mpidist gives results without TensorFlow, also after errors."""
-    names = ["run_raises_while_others_wait", "merge_call_page_example"]
-    run = sides.run_mpidist(2, tmp_path, names)
-    assert list(run.results) == names
-    assert results.show(run.results[names[0]]) == "(LookupError, 0 | 1)"
-    assert results.show(run.results[names[1]]) == "(7, 10) | (7, 11)"

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import sys
 import time
 
@@ -174,19 +173,6 @@ def test_the_script_for_gpus_gives_each_rank_one(cluster):
     for rank in range(4):
         place = f"/rank:{rank}/device:GPU:{rank % 2}"
         assert f"GPU of {rank} {place} 0,1 [4.0, 4.0, 4.0]" in output, output
-
-
-@starts_ranks
-def test_the_log_of_a_training_has_lines(cluster):
-    """A progress bar would be one line of carriage returns."""
-    pytest.importorskip("sklearn")
-    shutil.copytree(ROOT / "examples", cluster.folder / "examples")
-    words = ("examples/train_digits.py", "--epochs=2")
-    output = _output_of(cluster, "srun", *words, options=["--ntasks-per-node=1"])
-    assert "\r" not in output
-    epochs = [line for line in output.splitlines() if ": epoch " in line]
-    assert [line.partition(":")[0] for line in epochs] == ["0", "0"], output
-    assert "epoch 2 of 2: test accuracy " in epochs[1]
 
 
 @starts_ranks

@@ -23,8 +23,8 @@ with strategy.scope():
     g_b = tf.Variable(tf.zeros([1]))
     d_w = tf.Variable(tf.ones([1, 1]) * 0.1)
     d_b = tf.Variable(tf.zeros([1]))
-    generator_optimizer = tf.keras.optimizers.Adam(1e-2, beta_1=0.5)
-    discriminator_optimizer = tf.keras.optimizers.Adam(1e-2, beta_1=0.5)
+    generator_optimizer = tf.keras.optimizers.Adam(4e-2, beta_1=0.5)
+    discriminator_optimizer = tf.keras.optimizers.Adam(4e-2, beta_1=0.5)
     gen_metric = tf.keras.metrics.Mean("gen_loss")
     disc_metric = tf.keras.metrics.BinaryCrossentropy("disc", from_logits=True)
 
@@ -99,7 +99,7 @@ def train(dataset, epochs):
     return gen, disc
 
 
-gen, disc = train(train_dataset, 60)
+gen, disc = train(train_dataset, 15)
 assert tf.math.is_finite(gen) and tf.math.is_finite(disc)
 assert g_b.numpy()[0] > 0.5, g_b.numpy()
 assert 0.3 < disc_metric.result().numpy() < 1.0, disc_metric.result()
