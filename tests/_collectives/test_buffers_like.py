@@ -98,7 +98,7 @@ def test_buffers_are_zeros_of_the_same_kind(shared):
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "PROD", "MIN", "MAX"])
-def test_results_are_those_of_ordinary_arrays(shared, rank, size, op):
+def test_results_are_those_of_ordinary_arrays(shared, rank, op):
     like = dict(LIKE)
     if op in ("MIN", "MAX"):
         del like["complex"]
