@@ -5,6 +5,7 @@ They are the ranks of ``mpirun``, or threads (``@pytest.mark.replicas``).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import pickle
@@ -119,6 +120,28 @@ def on_every_rank_free_memory() -> list[int]:
     with open("/proc/meminfo", encoding="ascii") as file:
         (line,) = (line for line in file if line.startswith("MemAvailable"))
     return everywhere(1024 * int(line.split()[1]))
+
+
+class Traffic:
+    """What a strategy has moved since this was made."""
+
+    def __init__(self, strategy: mpidist.Strategy) -> None:
+        self._strategy = strategy
+        self._before = strategy.communication_statistics()
+
+    def _since(self, field: str) -> collections.Counter[str]:
+        now = getattr(self._strategy.communication_statistics(), field)
+        return collections.Counter(now) - collections.Counter(
+            getattr(self._before, field)
+        )
+
+    @property
+    def calls(self) -> collections.Counter[str]:
+        return self._since("calls")
+
+    @property
+    def bytes(self) -> collections.Counter[str]:
+        return self._since("bytes")
 
 
 def watch_peak() -> Callable[[], int]:

@@ -536,6 +536,8 @@ def test_arguments_of_the_program_arrive_as_they_are(strategy, rank):
     tree = collections.OrderedDict(b=[Slotted(v)], a=Slotted(v))
     node = type("Node", (), {})()
     node.parent = node
+    node.table = {"nodes": [node]}
+    node.table["table"] = node.table
 
     class Trainer(mpidist.optimizers.SGD):
         pass

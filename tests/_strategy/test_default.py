@@ -20,41 +20,6 @@ def own(value):
     return result
 
 
-def test_it_is_always_there(default):
-    assert isinstance(default, mpidist.Strategy)
-    assert not isinstance(default, mpidist.MPIStrategy)
-    assert mpidist.get_strategy() is default
-    assert default.num_replicas_in_sync == 1
-    assert default.extended.worker_devices == ("/rank:0/device:CPU:0",)
-    assert "1 replica" in repr(default)
-    assert "MPI" in repr(default)
-
-
-@pytest.mark.parametrize("args", [3, "ab", {"a": 1}, np.ones(2)])
-def test_merge_call_wants_a_tuple_here_too(default, args):
-    """As on MPIStrategy: code that is written here works there."""
-    with pytest.raises(ValueError, match="positional args must be a list or tuple"):
-        mpidist.get_replica_context().merge_call(lambda *args: None, args=args)
-
-
-def test_run_wraps_as_on_many_replicas(default):
-    def step(x, *, factor):
-        context = mpidist.get_replica_context()
-        assert context.strategy is default
-        return {"x": x * factor, "id": context.replica_id_in_sync_group, "none": None}
-
-    value = default.experimental_distribute_values_from_function(
-        lambda context: np.full(2, 1.0 + context.num_replicas_in_sync)
-    )
-    result = default.run(step, args=(value,), kwargs={"factor": 3.0})
-    assert isinstance(result["x"], mpidist.PerReplica)
-    assert isinstance(result["id"], mpidist.PerReplica)
-    assert result["none"] is None
-    np.testing.assert_array_equal(own(result["x"]), [6.0, 6.0])
-    assert own(result["id"]) == 0
-    assert mpidist.get_replica_context() is not None
-
-
 def test_a_per_replica_of_one_is_an_array(default):
     """TensorFlow's default strategy returns the values themselves."""
     x, loss, text = default.run(lambda: (np.arange(3.0), 1.23456, "text"))

@@ -7,6 +7,7 @@ from replicas import (
     MEAN,
     ON_READ,
     SUM,
+    Traffic,
     context,
     make,
     merge,
@@ -39,10 +40,6 @@ def in_cross_replica(request, strategy):
 
     call.kind = request.param
     return call
-
-
-def calls_of(strategy, name):
-    return strategy.communication_statistics().calls.get(name, 0)
 
 
 # --- attributes -----------------------------------------------------------------------
@@ -112,15 +109,15 @@ def test_cluster_resolver(strategy, rank, size):
 def test_reduce_to_each_device(strategy, rank, size, in_cross_replica):
     """An MPI Reduce: the result on that rank, None on the others, no Allreduce."""
     for root, device in enumerate(strategy.extended.worker_devices):
-        before = calls_of(strategy, "Allreduce"), calls_of(strategy, "Reduce")
+        traffic = Traffic(strategy)
 
         def fn(distribution, x, device=device):
             return distribution.extended.reduce_to(SUM, x, device)
 
         result = in_cross_replica(fn, np.array([1.0, rank]))
         if size > 1:
-            assert calls_of(strategy, "Allreduce") == before[0]
-            assert calls_of(strategy, "Reduce") == before[1] + 1
+            assert traffic.calls["Allreduce"] == 0
+            assert traffic.calls["Reduce"] == 1
         result = own(strategy, result)
         if rank == root or (in_cross_replica.kind == "merge_fn" and root == 0):
             assert result.tolist() == [size, size * (size - 1) / 2]
@@ -146,9 +143,8 @@ def test_reduce_to_a_device_of_another_rank_in_merge_fn(strategy, rank, size):
     assert result == (size + 1.0 if rank == size - 1 else -1.0)
 
 
-@pytest.mark.parametrize(
-    ("op", "value", "expected"),
-    [
+def test_reduce_to_a_device_of_other_values(strategy, rank, size):
+    for op, value, expected in (
         ("SUM", lambda r: float(r), lambda n: n * (n - 1) / 2),
         ("MEAN", lambda r: r, lambda n: (n - 1) / 2),
         ("MEAN", lambda r: np.array([r, r]), lambda n: np.full(2, (n - 1) / 2)),
@@ -159,33 +155,29 @@ def test_reduce_to_a_device_of_another_rank_in_merge_fn(strategy, rank, size):
         ("SUM", lambda r: 1j * r, lambda n: 1j * n * (n - 1) / 2),
         ("MAX", lambda r: np.array([r == 0]), lambda n: np.array([True])),
         ("SUM", lambda r: np.zeros((0, 2)), lambda n: np.zeros((0, 2))),
-    ],
-)
-def test_reduce_to_a_device_of_other_values(strategy, rank, size, op, value, expected):
-    mine = value(rank)
-    everyone = strategy.run(lambda: mine)
-    for root in {0, size - 1}:
-        device = strategy.extended.worker_devices[root]
-        result = strategy.extended.reduce_to(op, everyone, device)
-        if rank != root:
-            assert result is None
-            continue
-        np.testing.assert_array_equal(result, expected(size))
-        assert np.shape(result) == np.shape(mine)
-        if isinstance(mine, (int, float, complex)):
-            assert isinstance(result, (int, float, complex))
-        elif op == "MEAN":
-            assert result.dtype == np.float64
-        else:
-            assert result.dtype == mine.dtype
+    ):
+        mine = value(rank)
+        everyone = strategy.run(lambda mine=mine: mine)
+        for root in {0, size - 1}:
+            device = strategy.extended.worker_devices[root]
+            result = strategy.extended.reduce_to(op, everyone, device)
+            if rank != root:
+                assert result is None
+                continue
+            np.testing.assert_array_equal(result, expected(size))
+            assert np.shape(result) == np.shape(mine)
+            if isinstance(mine, (int, float, complex)):
+                assert isinstance(result, (int, float, complex))
+            elif op == "MEAN":
+                assert result.dtype == np.float64
+            else:
+                assert result.dtype == mine.dtype
 
 
 def test_reduce_to_a_device_of_nests_and_in_batches(strategy, rank, size):
     """Mixed destinations: one fused reduction for each."""
-    first, last = (
-        strategy.extended.worker_devices[0],
-        (strategy.extended.worker_devices[-1]),
-    )
+    devices = strategy.extended.worker_devices
+    first, last = devices[0], devices[-1]
     v = make(strategy, np.zeros(2))
 
     def nest():
@@ -201,33 +193,20 @@ def test_reduce_to_a_device_of_nests_and_in_batches(strategy, rank, size):
         assert result["b"][1].dtype == np.float32
     else:
         assert result == {"a": None, "b": [None, None]}
-    before = calls_of(strategy, "Allreduce"), calls_of(strategy, "Reduce")
-    results = strategy.extended.batch_reduce_to(
-        "SUM",
-        iter(
-            [
-                (value["a"], v),
-                (value["a"], first),
-                ([value["a"]], last),
-                (value["a"], value["a"]),
-                (value["a"], last),
-            ]
-        ),
-    )
+    traffic, x = Traffic(strategy), value["a"]
+    pairs = iter([(x, v), (x, first), ([x], last), (x, x), (x, last)])
+    results = strategy.extended.batch_reduce_to("SUM", pairs)
     if size > 1:
-        assert calls_of(strategy, "Allreduce") == before[0] + 1
-        assert calls_of(strategy, "Reduce") == before[1] + 2
+        assert (traffic.calls["Allreduce"], traffic.calls["Reduce"]) == (1, 2)
     for i in (0, 3):
         assert isinstance(results[i], mpidist.Mirrored)
         np.testing.assert_array_equal(results[i], [total] * 2)
     mine = [x is not None for x in (results[1], results[2][0], results[4])]
     assert mine == [rank == 0, rank == size - 1, rank == size - 1]
     np.testing.assert_array_equal(v, [0.0, 0.0])
-    assert strategy.extended.batch_reduce_to("SUM", []) == []
-    of_dict = {"v": (value["a"], v)}.values()  # any iterable
-    np.testing.assert_array_equal(
-        strategy.extended.batch_reduce_to("SUM", of_dict)[0], [total] * 2
-    )
+    of_dict = {"v": (x, v)}.values()  # any iterable
+    (result,) = strategy.extended.batch_reduce_to("SUM", of_dict)
+    np.testing.assert_array_equal(result, [total] * 2)
 
     def merge_fn(distribution, x):
         both = distribution.extended.batch_reduce_to(
@@ -338,18 +317,6 @@ def test_other_wrong_arguments(strategy, rank, in_cross_replica):
         (ValueError, lambda s, x: s.extended.update_non_slot([np.ones(3)], abs)),
     ):
         raises_everywhere(kind, lambda call=call: in_cross_replica(call, 1.0))
-    assert (
-        own(
-            strategy,
-            in_cross_replica(
-                lambda s, x: s.extended.reduce_to(
-                    SUM, x, x, experimental_hints=options
-                ),
-                1.0,
-            ),
-        )
-        == strategy.num_replicas_in_sync
-    )
 
 
 @pytest.mark.mpi(min_size=2)

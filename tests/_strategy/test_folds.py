@@ -34,7 +34,7 @@ def test_in_the_order_of_the_ranks_with_the_same_bits(strategy, rank, size):
     assert {x.tobytes() for x in everywhere(product)} == {expected.tobytes()}
 
 
-@pytest.mark.parametrize("count", [1, 1000, 200_000])
+@pytest.mark.parametrize("count", [1, 1000, 50_000])
 def test_a_ufunc(strategy, rank, size, count):
     rows = [sample(i, count, np.float64) for i in range(size)]
     total = all_reduce(strategy, np.logaddexp, rows[rank])

@@ -108,16 +108,6 @@ def test_gather_refuses_slices_as_all_gather_does(strategy, rank):
         raises_everywhere(NotImplementedError, attempt, text)
 
 
-def test_references_to_variables(strategy):
-    with strategy.scope():
-        v, w = mpidist.Variable(1.0), mpidist.Variable(1.0)
-    slots = {v.ref(): "v", w.ref(): "w"}
-    assert (slots[v.ref()], slots[w.ref()]) == ("v", "w")
-    assert v.ref() == v.ref() != w.ref() != "w"
-    assert v.ref().deref() is v
-    assert {v: 1, w: 2}[v] == 1
-
-
 def test_gradients_by_names_of_keras(strategy, rank, size):
     with strategy.scope():
         v = mpidist.Variable(np.zeros(2))

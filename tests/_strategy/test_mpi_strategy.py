@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from replicas import context, split
+from replicas import Traffic, all_reduce, split
 
 import mpidist
 from mpidist._collectives import transport_choice
@@ -16,10 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
 
 def total(strategy, value):
-    def step():
-        return mpidist.get_replica_context().all_reduce("SUM", value)
-
-    return strategy.experimental_local_results(strategy.run(step))[0]
+    return all_reduce(strategy, "SUM", value)
 
 
 @pytest.mark.processes
@@ -122,7 +119,7 @@ def test_nccl_without_gpus_has_no_effect(new_strategy, strategy, rank, size, cap
     with caplog.at_level(logging.WARNING):
         one = new_strategy(implementation="NCCL", device="cpu")
         assert total(one, 1.0) == size
-        strategy.run(lambda: context().all_reduce("SUM", 1.0, options))
+        all_reduce(strategy, "SUM", 1.0, options)
     warned = [x for x in caplog.messages if "NCCL` has no effect" in x]
     assert len(warned) == (rank == 0)
 
@@ -137,6 +134,7 @@ def test_bad_arguments_on_one_rank(strategy, rank, size):
 
 def test_what_a_strategy_says_of_itself(strategy, rank, size):
     assert f"replica {rank} of {size}, on /rank:{rank}/device:" in repr(strategy)
+    assert "1 replica" in repr(mpidist.get_strategy())
     for one in (strategy, mpidist.get_strategy()):
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="cannot be pickled or copied"):
@@ -145,12 +143,10 @@ def test_what_a_strategy_says_of_itself(strategy, rank, size):
 
 def test_statistics(new_strategy, size):
     strategy = new_strategy()
-    before = strategy.communication_statistics()
+    before, traffic = strategy.communication_statistics(), Traffic(strategy)
     total(strategy, np.ones(1000, np.float32))
-    after = strategy.communication_statistics()
-    assert after.calls["Allreduce"] - before.calls.get("Allreduce", 0) == 1
-    assert after.bytes["Allreduce"] - before.bytes.get("Allreduce", 0) == 4000
-    assert after.seconds > before.seconds
+    assert (traffic.calls["Allreduce"], traffic.bytes["Allreduce"]) == (1, 4000)
+    assert strategy.communication_statistics().seconds > before.seconds
 
 
 def test_options_of_one_call(new_strategy, size):
@@ -160,13 +156,9 @@ def test_options_of_one_call(new_strategy, size):
     leaves = [np.ones(200_000, np.float32)] * 4
 
     def calls_with(options):
-        def step():
-            ctx = mpidist.get_replica_context()
-            return ctx.all_reduce("SUM", leaves, options)
-
-        before = strategy.communication_statistics().calls.get("Allreduce", 0)
-        strategy.run(step)
-        return strategy.communication_statistics().calls["Allreduce"] - before
+        traffic = Traffic(strategy)
+        all_reduce(strategy, "SUM", leaves, options)
+        return traffic.calls["Allreduce"]
 
     assert calls_with(None) == 4
     assert calls_with(CommunicationOptions(bytes_per_pack=1_600_000)) == 2

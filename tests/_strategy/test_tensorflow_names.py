@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 from replicas import (
+    Traffic,
     assert_mirrored,
     assert_usable,
     from_replicas,
@@ -24,11 +25,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
 
 
 # --- strategies by other names --------------------------------------------------------
-
-
-def is_sum_of_ranks(strategy, size):
-    value = from_replicas(strategy, lambda i: float(i))
-    return strategy.reduce("SUM", value, axis=None) == sum(range(size))
 
 
 def test_strategies_by_other_names(strategy, rank, size):
@@ -53,7 +49,8 @@ def test_strategies_by_other_names(strategy, rank, size):
         made = create()
         assert isinstance(made, mpidist.MPIStrategy)
         assert made.num_replicas_in_sync == size
-        assert is_sum_of_ranks(made, size)
+        value = from_replicas(made, lambda i: float(i))
+        assert made.reduce("SUM", value, axis=None) == sum(range(size))
         made.close()
 
 
@@ -372,10 +369,8 @@ def test_a_mirrored_strategy_shows_the_values_of_all_replicas(strategy, rank, si
 
     # Those of a nest are gathered by one call.
     def calls_of(value):
-        before = mirrored.communication_statistics().calls
-        rows = local(value)
-        calls = mirrored.communication_statistics().calls
-        return rows, {x: n - before.get(x, 0) for x, n in calls.items()}
+        traffic = Traffic(mirrored)
+        return local(value), traffic.calls
 
     leaves = mirrored.run(lambda: {f"leaf {k}": this_replica() + k for k in range(9)})
     nest = {**leaves, "read": read, "written": written, "total": total, "same": 3.0}

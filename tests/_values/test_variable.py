@@ -37,9 +37,8 @@ def test_initial_values_may_differ_in_shape_and_dtype(strategy, rank):
     assert_mirrored(strategy, v, np.ones((2, 2)))
 
 
-@pytest.mark.parametrize(
-    ("initial", "dtype", "expected"),
-    [
+def test_initial_values(strategy):
+    for initial, dtype, expected in (
         (1.0, None, np.float64(1.0)),
         (3, None, np.int64(3)),
         (3, "float32", np.float32(3)),
@@ -54,14 +53,11 @@ def test_initial_values_may_differ_in_shape_and_dtype(strategy, rank):
         (np.arange(6)[::2], None, np.array([0, 2, 4])),
         (np.array([1, 2], ">i4"), None, np.array([1, 2], np.int32)),
         ([1, 2], ">f4", np.array([1, 2], np.float32)),
-    ],
-    ids=repr,
-)
-def test_initial_values(strategy, initial, dtype, expected):
-    v = make(strategy, initial, dtype=dtype)
-    assert v.dtype == expected.dtype
-    assert v.shape == expected.shape
-    assert_mirrored(strategy, v, expected)
+    ):
+        v = make(strategy, initial, dtype=dtype)
+        assert v.dtype == expected.dtype
+        assert v.shape == expected.shape
+        assert_mirrored(strategy, v, expected)
 
 
 def test_bfloat16(strategy, rank, size):
@@ -289,9 +285,8 @@ def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank
 # --- what fits ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("initial", "value", "expected"),
-    [
+def test_values_that_fit(strategy):
+    for initial, value, expected in (
         (np.zeros(2, np.float32), np.array([1.5, 2.5]), [1.5, 2.5]),
         (np.zeros(2, np.float32), np.array([1, 2]), [1, 2]),
         (np.zeros(2, np.complex64), np.array([1.5, 2]), [1.5, 2]),
@@ -304,14 +299,11 @@ def test_a_variable_that_can_not_be_made_in_merge_fn_is_not_there(strategy, rank
         (np.zeros((), np.int64), True, 1),
         (np.zeros(2), np.array([True, False]), [1, 0]),
         (np.zeros((2, 0)), np.zeros((2, 0)), np.zeros((2, 0))),
-    ],
-    ids=repr,
-)
-def test_values_that_fit(strategy, initial, value, expected):
-    v = make(strategy, initial)
-    v.assign(value)
-    assert v.dtype == initial.dtype
-    assert_mirrored(strategy, v, np.asarray(expected, initial.dtype))
+    ):
+        v = make(strategy, initial)
+        v.assign(value)
+        assert v.dtype == initial.dtype
+        assert_mirrored(strategy, v, np.asarray(expected, initial.dtype))
 
 
 @pytest.mark.parametrize(
@@ -475,8 +467,10 @@ def test_ranks_go_through_a_set_of_variables_in_the_same_order(strategy, rank):
     variables = [make(strategy, 1.0 * i, name=f"v{i}") for i in range(40)]
     del gone[1]
     order = [v.name for v in set(variables)]
-    references = [ref.deref().name for ref in {v.ref() for v in variables}]
-    orders = [order, references]
+    references = {v.ref(): v for v in variables + variables}
+    assert all(ref.deref() is v for ref, v in references.items())
+    orders = [order, [v.name for v in references.values()]]
+    assert len(references) == 40
     assert everywhere(orders) == [orders] * strategy.num_replicas_in_sync
     assert len({*variables, *gone, mpidist.Variable(1.0), mpidist.Variable(2.0)}) == 44
     assert other[:1] in ([], [[]])

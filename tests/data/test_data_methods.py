@@ -680,7 +680,6 @@ def test_options():
 
 
 def test_input_options():
-    assert mpidist.InputOptions().experimental_fetch_to_device is True
     assert mpidist.InputOptions().auto_shard_policy is AutoShardPolicy.AUTO
     older = mpidist.InputOptions(experimental_prefetch_to_device=False)
     assert older == mpidist.InputOptions(False)
@@ -691,19 +690,6 @@ def test_input_options():
         mpidist.InputOptions(True, experimental_prefetch_to_device=True)
     with pytest.raises(TypeError, match="InputReplicationMode"):
         mpidist.InputOptions(experimental_replication_mode="PER_WORKER")
-
-
-def test_input_context():
-    context = mpidist.InputContext()
-    assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
-    assert context.num_replicas_in_sync == 1
-    context = mpidist.InputContext(3, 1, 4)
-    assert str(context) == "mpidist.InputContext(input pipeline id 1, total: 3)"
-    assert context.get_per_replica_batch_size(8) == 2
-    with pytest.raises(ValueError, match="10 is not divisible by"):
-        context.get_per_replica_batch_size(10)
-    with pytest.raises(AttributeError):
-        context.input_pipeline_id = 2
 
 
 def test_repr_tells_the_pipeline():
