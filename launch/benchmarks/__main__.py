@@ -26,4 +26,4 @@ MORE = (
 )
 CASES = {**bench_command.CASES, **{case.__name__: case for case in MORE}}
 
-sys.exit(bench_command.bench(sys.argv[1:], CASES))
+sys.exit(bench_command.bench(sys.argv[1:], CASES, calls.first_strategy))

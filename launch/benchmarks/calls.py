@@ -1,6 +1,8 @@
 """A reduction of a number, an update of variables, and the making of a strategy."""
 
 import functools
+import os
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -8,7 +10,9 @@ import numpy as np
 
 import mpidist
 from mpidist import ReplicaContext
-from mpidist._cli.bench_command import Bench, Row, in_replicas
+from mpidist._cli.bench_command import Bench, Row, in_replicas, show_seconds
+from mpidist._cli.facts import Job
+from mpidist._cli.speaking import say
 
 VARIABLES: Final = 20
 COUNT: Final = 50_000  # numbers of each variable
@@ -85,3 +89,29 @@ def strategy(bench: Bench) -> None:
 
     timings = bench.measure([by_hand, ours], lambda: ends.pop()())
     bench.add(Row("strategy", "making an MPIStrategy", None, *timings))
+
+
+def first_strategy(job: Job) -> dict[str, dict[str, float]]:
+    """Make the first MPIStrategy of this job, print what it took, and close it.
+
+    Returns:
+        The seconds on the slowest rank, and how many more files were open then on the
+        rank with the most. Collective.
+    """
+
+    def count_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    job.slowest([0.0])  # connects ranks that are not connected yet
+    files = count_files()
+    job.comm.Barrier()
+    start = time.perf_counter()
+    strategy = mpidist.MPIStrategy(device="cpu")
+    took = time.perf_counter() - start
+    seconds, more = job.slowest([took, count_files() - files])
+    strategy.close()
+    say(
+        f"the first MPIStrategy: {show_seconds(seconds)}, {more:.0f} more open files "
+        "per rank"
+    )
+    return {"strategy": {"seconds": seconds, "files": int(more)}}

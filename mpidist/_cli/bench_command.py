@@ -20,7 +20,6 @@ import datetime
 import functools
 import json
 import math
-import os
 import re
 import time
 from argparse import ArgumentTypeError
@@ -127,8 +126,6 @@ class Bench:
 
     Attributes:
         strategy: a strategy with all defaults, on host memory.
-        first: the "seconds" that making it took, on the slowest rank, and how many more
-            "files" were open then, on the rank with the most.
         nodes: the number of nodes, which may be simulated.
         crowded: whether a machine has more ranks than cores.
         rows: the results so far.
@@ -145,14 +142,7 @@ class Bench:
     ) -> None:
         """Make the strategy. Collective."""
         self.job = job
-        job.slowest([0.0])  # connects ranks that are not connected yet
-        files = _count_open_files()
-        job.comm.Barrier()
-        start = time.perf_counter()
         self.strategy = mpidist.MPIStrategy(device="cpu")
-        took = time.perf_counter() - start
-        took, more = job.slowest([took, _count_open_files() - files])
-        self.first: dict[str, float] = {"seconds": took, "files": int(more)}
         self.nodes: int = group_of(self.strategy).communicator.num_nodes
         self.crowded: bool = any(
             len(node) > job.facts[node[0]]["machine"]["cores"] for node in job.nodes
@@ -316,10 +306,6 @@ def _is_equal(found: Any, expected: Any) -> bool:
     return bool(np.array_equal(found, expected))
 
 
-def _count_open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def _free_memory() -> float:
     """Return the bytes of memory that are available."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
@@ -436,8 +422,18 @@ def _parser() -> Parser:
     return parser
 
 
-def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
-    """Run `mpidist bench` with these arguments; return the exit code. Collective."""
+def bench(
+    arguments: Sequence[str],
+    cases: Mapping[str, Case] = CASES,
+    describe: Callable[[Job], Mapping[str, Any]] = lambda job: {},
+) -> int:
+    """Run `mpidist bench`; return the exit code. Collective.
+
+    Args:
+        arguments: those of the command line.
+        cases: the benchmarks, by name.
+        describe: returns more for the file, before there is a strategy. Collective.
+    """
     parser = _parser()
     given = parser.parse_args(list(arguments))
     unknown = [name for name in given.names if name not in cases]
@@ -446,13 +442,10 @@ def bench(arguments: Sequence[str], cases: Mapping[str, Case] = CASES) -> int:
         parser.error(f"argument NAME: expected one of {known}, got {unknown[0]!r}")
     job = Job()
     _write(job, given.json, "", "a")
+    more = describe(job)
     run = Bench(job, given.sizes, given.seconds, quick=given.quick)
-    record = _describe(run)
-    seconds, files = run.first.values()
-    say(
-        f"{header(record)}\nthe first MPIStrategy: {show_seconds(seconds)}, {files} "
-        "more open files per rank\n"
-    )
+    record = {**_describe(run), **more}
+    say(f"{header(record)}\n")
     say(line_of("work", "bytes", "raw", "mpidist", "ratio"))
     say("-" * 74)
     for name in dict.fromkeys(given.names or cases):
@@ -505,7 +498,6 @@ def _describe(run: Bench) -> dict[str, Any]:
         "software": job.mine["software"],
         "transports": facts.transport_facts(run.strategy),
         "environment": job.mine["environment"],
-        "strategy": run.first,
     }
 
 

@@ -165,7 +165,8 @@ def _problem_of(program: str) -> str:
         )
     if path.is_file() or (path / "__main__.py").is_file():
         return ""
-    return f"{program!r}, which is not there; write `-m` before the name of a module"
+    wrong = "has no __main__.py" if path.is_dir() else "is not there"
+    return f"{program!r}, which {wrong}; write `-m` before the name of a module"
 
 
 def check_elastic(version: str) -> None:

@@ -91,12 +91,9 @@ def let_the_first_speak() -> None:
 
 def complain(command: str, message: str) -> None:
     """Print an error on rank 0, and return on no rank before that. Collective."""
-    rank = library.world_rank()
-    if rank is None:
-        rank = launched_rank()
     if not _speaker():
         print(f"{command}: error: {message}", file=sys.stderr, flush=True)
-    if rank is None:
+    if library.world_rank() is None and launched_rank() is None:
         return
     try:
         world = library.mpi_module().COMM_WORLD

@@ -59,7 +59,6 @@ def test_the_table_has_all_rows(tmp_path):
     assert (record["ranks"], record["nodes"]) == (2, 1)
     assert record["software"]["mpi"].split()[0] in ("Open", "MPICH", "Intel")
     assert record["transports"]["host"]["name"] in ("direct", "shared")
-    assert record["strategy"]["seconds"] > 0
     # One rank prints it; and what it prints is what is in the file.
     assert bench_command.header(record) in result.stdout
     assert "One rank" not in result.stdout

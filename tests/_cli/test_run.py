@@ -212,7 +212,7 @@ def test_everything_after_the_program_is_the_program_s(options, dry):
 def test_a_folder_with_a_main_file_is_a_program(folder, dry):
     app = folder / "app"
     app.mkdir()
-    with pytest.raises(UsageError, match="which is not there; write `-m`"):
+    with pytest.raises(UsageError, match=r"which has no __main__.py; write `-m`"):
         run_command.run(["--dry-run", str(app)])
     (app / "__main__.py").write_text("", encoding="utf-8")
     assert dry(str(app))[-1] == str(app)

@@ -52,6 +52,8 @@ def test_the_benchmarks_of_developers_run(tmp_path):
         ("commit", 4 * 2**10),
         ("commit", 4 * MIB),
     ]
+    assert record["strategy"]["seconds"] > 0
+    assert record["strategy"]["files"] >= 0
     assert "BERT-base was left out: it is too large for a quick run." in record["notes"]
 
 
