@@ -23,8 +23,8 @@ from mpidist.data._rows import (
     common_spec,
     join,
     longest_text,
-    map_like,
     name_of_dtype,
+    parts_like,
 )
 from mpidist.data._stages import (
     END,
@@ -138,15 +138,12 @@ class PaddedBatch(Batch):
             return [(None,) * len(shape) for shape in own]
         arrays = structure.unflatten([None] * len(own))
         try:
-            specs = map_like(
-                lambda _, sizes: ArraySpec(_as_shape(sizes)), arrays, self.shapes
-            )
+            return [_as_shape(sizes) for sizes in parts_like(arrays, self.shapes)]
         except LookupError:
             raise TypeError(
                 f"{_PADDED}: expected `padded_shapes` to have a tuple of sizes for "
                 f"each array of an element, got {self.shapes!r}"
             ) from None
-        return [spec.shape for spec in nest.flatten(specs)[0]]
 
     def _values(self, structure: nest.Structure, count: int) -> list[Any]:
         values, given = nest.flatten(self.values)

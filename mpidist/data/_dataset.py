@@ -636,11 +636,10 @@ class Dataset(metaclass=_Names):
         return True
 
     def __iter__(self) -> DatasetIterator:
-        self._iterations += 1
-        return DatasetIterator(self._stage, self._iterations - 1, self._restored)
+        return DatasetIterator(self._stage, self._iterations, self._begun)
 
-    def _restored(self, stage: Stage, iterations: int) -> None:
-        """After `restore` of an iterator: later ones go on after it."""
+    def _begun(self, stage: Stage, iterations: int) -> None:
+        """Note what an iterator reads: later ones go on after it."""
         self._stage, self._iterations = stage, iterations
 
     def reduce(

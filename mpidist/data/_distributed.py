@@ -153,7 +153,7 @@ class DistributedDataset:
         # Whether the shapes of rows are compared.
         self._varies = self._empty is None and not (self._is_own or self._checked)
         self._batch_size = stage.batch_size  # None if not known (yet)
-        self._iterations = 0  # the number of iterators created
+        self._iterations = 0  # so far: the number of the next one
         self._number = 0  # of the dataset, the same on all ranks
 
     @staticmethod
@@ -376,11 +376,6 @@ class DistributedDataset:
             start, stop = split_rows(self._policy, rows, size, replicas, own)
             yield _Piece(rows, block.part(start, stop), checksum)
 
-    def _next_iteration(self) -> int:
-        """Count an iteration; return its number."""
-        self._iterations += 1
-        return self._iterations - 1
-
     def _place(self, leaf: Array) -> Array:
         """Return an array on the device where it belongs."""
         device = self._group.device
@@ -485,11 +480,11 @@ class DistributedIterator(PositionedIterator):
         """Not for users: call ``iter(dataset)``."""
         self._dataset, self._stage = dataset, dataset._stage
         self._group = dataset._group
-        self._start(dataset._next_iteration(), 0)
+        self._start(dataset._iterations, 0)
 
     def _start(self, iteration: int, position: int) -> None:
         """Go to the position before an element of an iteration."""
-        self._iteration = iteration
+        self._iteration, self._dataset._iterations = iteration, iteration + 1
         self._position = position
         self._source_state: Any = None  # before an element that was not returned
         self._state_after: Any = None  # one that could not be read
@@ -532,7 +527,7 @@ class DistributedIterator(PositionedIterator):
         """
         context.require_program_level(self._group, "initialize")
         self._close()
-        self._start(self._dataset._next_iteration(), 0)
+        self._start(self._dataset._iterations, 0)
         text = f"initialize of an iterator of dataset #{self._dataset._number}"
         self._group.guard.agree(Call(text))
         return []
@@ -641,7 +636,6 @@ class DistributedIterator(PositionedIterator):
         self._start(iteration, position)
         self._stream = stream
         self._stage = dataset._stage = stage
-        dataset._iterations = iteration + 1
 
     def __elastic_problem__(self) -> str:
         return self._dataset.__elastic_problem__()

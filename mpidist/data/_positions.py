@@ -271,10 +271,10 @@ class DatasetIterator(PositionedIterator):
     """
 
     def __init__(
-        self, stage: Stage, iteration: int, restored: Callable[[Stage, int], None]
+        self, stage: Stage, iteration: int, begun: Callable[[Stage, int], None]
     ) -> None:
         """Not for users: call ``iter(dataset)``."""
-        self._stage, self._restored = stage, restored
+        self._stage, self._begun = stage, begun
         self._go_to(iteration, 0)
 
     def _go_to(self, iteration: int, position: int) -> None:
@@ -283,6 +283,7 @@ class DatasetIterator(PositionedIterator):
         self._elements: Iterator[Nest] | None = None
         self._ended = self._failed = False
         self._broken: Exception | None = None  # by what finds the elements
+        self._begun(self._stage, iteration + 1)
 
     def _step(self, call: str) -> tuple[bool, Nest]:
         if self._ended:
@@ -337,4 +338,3 @@ class DatasetIterator(PositionedIterator):
         state = checked_state("DatasetIterator.restore", state, self.state())
         self._stage = self._stage.with_shuffle_seeds(iter(state["shuffle_seeds"]))
         self._go_to(int(state["iteration"]), int(state["position"]))
-        self._restored(self._stage, self._iteration + 1)

@@ -173,11 +173,12 @@ def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -
         LookupError: if the other one has no part for a leaf.
     """
     leaves, structure = nest.flatten(template)
-    parts = _parts_like(template, other)
+    parts = parts_like(template, other)
     return structure.unflatten(map(function, leaves, parts))
 
 
-def _parts_like(template: Nest, other: Nest) -> list[Nest]:
+def parts_like(template: Nest, other: Nest) -> list[Nest]:
+    """Return the part of another nest for each leaf of a nest, as `map_like`."""
     inner = nest.parts_of(template)
     if inner is None:
         return [other]
@@ -185,7 +186,7 @@ def _parts_like(template: Nest, other: Nest) -> list[Nest]:
     alike = isinstance(template, Mapping) is isinstance(other, Mapping)
     if not alike or given is None or given.keys() != inner.keys():
         raise LookupError
-    return [x for key in inner for x in _parts_like(inner[key], given[key])]
+    return [x for key in inner for x in parts_like(inner[key], given[key])]
 
 
 def convert_lists(
