@@ -21,6 +21,7 @@ _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Any] | None]"
 AUTOTUNE: Final = -1
 """tf.data's request to choose a number itself."""
 _END: Final = object()
+_MOST: Final = 1024  # items that are read ahead: each is requested from the start
 
 
 def default_workers() -> int:
@@ -119,9 +120,10 @@ class Ahead(Iterator[_R]):
 def read_ahead(items: Iterator[_T], depth: int) -> Iterator[_T]:
     """Return an iterator over ``items``; a thread reads up to ``depth`` items ahead.
 
-    With a depth of 0 there is no thread.
+    But no more than 1024. With a depth of 0 there is no thread.
     """
-    return Ahead(_next, itertools.repeat(items), 1, depth + 1) if depth else items
+    most = min(depth, _MOST) + 1
+    return Ahead(_next, itertools.repeat(items), 1, most) if depth else items
 
 
 def stop_reading(items: object, *, wait: bool) -> None:

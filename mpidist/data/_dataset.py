@@ -152,7 +152,8 @@ class Dataset(metaclass=_Names):
         """
         _as_call("from_generator", "generator", generator)
         expected = declared(output_signature, output_types, output_shapes)
-        values = tuple(np.asarray(x)[()] for x in args or ())
+        given = () if args is None else args
+        values = tuple(np.asarray(x)[()] for x in given)
         return cls(Generated(generator, values, expected))
 
     @classmethod
@@ -375,7 +376,8 @@ class Dataset(metaclass=_Names):
         """Read up to ``buffer_size`` elements ahead in a thread; 0: do not.
 
         The thread runs the whole pipeline, wherever `prefetch` stands in it; for a
-        distributed dataset each rank's own rows. None is `AUTOTUNE`, which means 2.
+        distributed dataset each rank's own rows. None is `AUTOTUNE`, which means 2. At
+        most 1024 elements are read ahead.
         """
         size = _as_tuned(
             "prefetch", "buffer_size", buffer_size, least=0, default=_AHEAD

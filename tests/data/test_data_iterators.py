@@ -295,6 +295,11 @@ def test_threads_run_ahead_but_not_farther(ahead):
     wait_for_no_thread()
 
 
+def test_a_buffer_may_be_far_larger_than_the_input():
+    assert lists(Dataset.range(3).prefetch(2**62)) == [0, 1, 2]
+    wait_for_no_thread()
+
+
 def test_close_waits_for_the_thread():
     reader = read_ahead(iter(range(100)), 2)
     assert next(reader) == 0

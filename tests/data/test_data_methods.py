@@ -187,6 +187,8 @@ def test_from_generator_starts_anew_in_each_iteration():
     assert lists(dataset.repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
     assert calls == [3] * 4
     assert type(calls[0]) is np.int64
+    assert lists(Dataset.from_generator(count, args=np.zeros(1, int))) == []
+    assert lists(Dataset.from_generator(range, args=np.array([1, 3]))) == [1, 2]
     assert dataset.cardinality() == data.UNKNOWN_CARDINALITY
     with pytest.raises(TypeError, match="not known before the end"):
         len(dataset)
