@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import mmap
 import signal
 import time

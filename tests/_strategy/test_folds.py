@@ -12,6 +12,7 @@ from replicas import (
     everywhere,
     from_replicas,
     local,
+    make,
     merge,
     outcomes,
     own,
@@ -213,8 +214,7 @@ def test_arguments_that_are_no_arrays(strategy):
 
 
 def test_a_variable_and_a_replica_that_differs_in_shape(strategy, rank, size):
-    with strategy.scope():
-        v = mpidist.Variable(np.ones(2), synchronization="ON_READ", aggregation="SUM")
+    v = make(strategy, np.ones(2), synchronization="ON_READ", aggregation="SUM")
     strategy.run(lambda: v.assign(np.full(2, float(rank))))
     assert (
         local(

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from replicas import assert_usable, everywhere, own, raises_everywhere
+from replicas import assert_usable, everywhere, make, own, raises_everywhere
 
 import mpidist
 
@@ -109,8 +109,7 @@ def test_gather_refuses_slices_as_all_gather_does(strategy, rank):
 
 
 def test_gradients_by_names_of_keras(strategy, rank, size):
-    with strategy.scope():
-        v = mpidist.Variable(np.zeros(2))
+    v = make(strategy, np.zeros(2))
     optimizer = mpidist.optimizers.SGD(1.0)
 
     def step(**kwargs):

@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from replicas import ON_READ, ON_WRITE, SUM, context, make, mirrored_of, own
+from replicas import ON_READ, ON_WRITE, SUM, make, merge, mirrored_of, own
 
 import mpidist
 
@@ -96,8 +96,7 @@ def test_per_replica_operators_say_what_to_write(strategy, in_scope):
 def test_per_replica_is_compared_with_objects_only(strategy, size):
     """`if losses == 2:` would be False without a word, as in TensorFlow."""
     p = strategy.run(lambda: 2.0)
-    with strategy.scope():
-        v = mpidist.Variable(2.0)
+    v = make(strategy, 2.0)
     mirrored = strategy.extended.broadcast_to(np.ones(2), v)
     if size > 1:
         for attempt in (
@@ -137,7 +136,7 @@ def test_per_replica_repr(strategy, rank, size):
         made = mpidist.PerReplica([*range(size)])
     rows = ",\n".join(f"  {i}: {i}" for i in range(size))
     assert repr(made) == str(made) == f"PerReplica:{{\n{rows}\n}}"
-    before, after = strategy.run(lambda: context().merge_call(merge_fn, (rank,)))
+    before, after = merge(strategy, merge_fn, rank)
     if size > 1:
         assert before == f"PerReplica(replica 0 of {size}: 0)"
     assert after == repr(made)
@@ -216,9 +215,7 @@ def test_mirrored_values_and_repr(strategy, size):
         assert mirrored.values == (4.0,) * size
         return [*distribution.experimental_local_results([mirrored, m])]
 
-    result = strategy.run(
-        lambda: mpidist.get_replica_context().merge_call(merge_fn, args=(4.0,))
-    )
+    result = merge(strategy, merge_fn, 4.0)
     assert own(strategy, result) == [[4.0, 4.0]] * size
 
 
@@ -253,7 +250,7 @@ def test_whose_components_values_shows(strategy, rank, size):
         assert not any(copy.flags.writeable for copy in metric.values)
         return [len(one.values) for one in (x, kept[0], v, metric, plain, alone)]
 
-    numbers = strategy.run(lambda: context().merge_call(merge_fn, (1.0,)))
+    numbers = merge(strategy, merge_fn, 1.0)
     assert [own(strategy, n) for n in numbers] == [size] * 4 + [1] * 2
     assert [len(one.values) for one in (v, metric, plain)] == [1] * 3
     assert by_hand.values == tuple(range(size))
@@ -278,11 +275,8 @@ def test_large_components_are_copied_once(strategy, rank, size):
             assert row["b"][-1] == (1 if i == 1 else 2)
         assert len(rows) == size
 
-    def fn():
-        context().merge_call(merge_fn, args=(x,))
-
     tracemalloc.start()
-    strategy.run(fn)
+    merge(strategy, merge_fn, x)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     gathered = size * 16 * mebibyte if rank == 0 else 0
