@@ -54,23 +54,16 @@ LARGE = 200_000
 KEPT = 2
 
 RAISES = ("raise", "raise after")
-DIFFERS = ("shape", "dtype", "op", "skip", "twice", "other call", "structure")
 USABLE = {
     *("NoneType", "SignalError", "ReplicaError", "CollectiveError"),
     "CollectiveMismatchError",
 }
-FAULTS = (*RAISES, *DIFFERS, "caught", "unpicklable")
+# Of one rank in a call; tests/project/test_fuzz.py has more kinds.
+FAULTS = (*RAISES, "differ")
 
 
 class FaultError(Exception):
     """What a fault raises."""
-
-
-class UnpicklableError(Exception):
-    """One that other ranks cannot rebuild."""
-
-    def __init__(self, one: Any, two: Any) -> None:
-        super().__init__("cannot travel")
 
 
 class Model:
@@ -214,55 +207,21 @@ class Soak:
         self.last_error = text
         return found, everywhere(name)
 
-    def run(self, fault: str, where: int, rng: Any, step: Callable[..., Any]) -> bool:
+    def run(self, fault: str, where: int, step: Callable[[], Any]) -> bool:
         """Run a step in all replicas, with a fault in one; return whether it counts.
 
         Args:
             fault: which fault; "": none.
             where: on which rank.
-            rng: of the round.
-            step: makes the call; its argument says how: as ``differ`` does, or "".
+            step: makes the call.
         """
         mine = fault if self.rank == where else ""
 
-        def differ() -> None:
-            """Make a call that is another one."""
-            ones = np.ones(3)
-            if mine == "shape":
-                context().all_reduce("SUM", np.ones(7))
-            elif mine == "dtype":
-                context().all_reduce("SUM", np.ones(3, np.complex64))
-            elif mine == "op":
-                context().all_reduce("MAX", ones)
-            elif mine == "structure":
-                context().all_reduce("SUM", {"a": ones})
-            elif mine == "other call":
-                context().all_gather(ones, 0)
-            elif mine == "twice":
-                context().all_reduce("SUM", ones)
-                context().all_reduce("SUM", ones)
-            elif mine != "skip":
-                context().all_reduce("SUM", ones)
-
-        caught = DIFFERS[int(rng.integers(len(DIFFERS) - 4))]
-
         def replica() -> Any:
-            nonlocal mine
             if mine == "raise":
                 raise FaultError("before the call")
-            if mine == "unpicklable":
-                raise UnpicklableError(lambda: 0, sys)
-            if fault in DIFFERS:
-                differ()
-            if fault == "caught":
-                mine = caught if self.rank == where else ""
-                try:
-                    differ()
-                except mpidist.CollectiveMismatchError:
-                    self.counts["caught in a replica function"] += 1
-                else:
-                    raise AssertionError(f"{caught} was not noticed")
-                mine = ""
+            if fault == "differ":
+                context().all_reduce("SUM", np.ones(7 if mine else 3))
             result = step()
             if mine == "raise after":
                 raise FaultError("after the call")
@@ -272,16 +231,15 @@ class Soak:
         found, names = self.outcome(lambda: self.strategy.run(replica))
         if fault:
             self.counts[f"fault: {fault}"] += 1
-        if fault in ("", "caught"):
+        if not fault:
             assert names == [""] * self.size, names
             (self.result,) = self.strategy.experimental_local_results(found)
             return True
-        if fault in DIFFERS:
+        if fault == "differ":
             assert names == ["CollectiveMismatchError"] * self.size, names
             return False
-        own = "UnpicklableError" if fault == "unpicklable" else "FaultError"
         expected = ["ReplicaError"] * self.size
-        expected[where] = own
+        expected[where] = "FaultError"
         assert names == expected, names
         return fault == "raise after"
 
@@ -305,7 +263,7 @@ class Soak:
         def step() -> Any:
             return context().all_reduce(op, trees[self.rank])
 
-        if self.run(fault, where, rng, step) and self.result is not None:
+        if self.run(fault, where, step) and self.result is not None:
             for k, found in enumerate(self.result):
                 expected = COMBINE[op]([tree[k] for tree in trees])
                 np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -317,7 +275,7 @@ class Soak:
         lengths = rng.integers(0, 5, self.size)
         rows = [rng.integers(0, 9, (int(n), 3)) for n in lengths]
         expected = np.concatenate(rows)
-        self.run(fault, where, rng, lambda: context().all_gather(rows[self.rank], 0))
+        self.run(fault, where, lambda: context().all_gather(rows[self.rank], 0))
         if self.result is not None:
             np.testing.assert_array_equal(self.result, expected)
         per_replica = self.strategy.experimental_distribute_values_from_function(
@@ -335,7 +293,7 @@ class Soak:
         def step() -> None:
             variable.assign(own[self.rank])
 
-        if self.run(fault, where, rng, step):
+        if self.run(fault, where, step):
             op = {"sum": "SUM", "mean": "MEAN"}.get(name)
             new = COMBINE[op](own) if op else own[0]
             if name == "mean":
@@ -351,9 +309,9 @@ class Soak:
 
         # Each rank has its own, which a rank that raises before has not changed, and
         # those that raise because of it have.
-        if fault in (*RAISES, *DIFFERS, "unpicklable"):
+        if fault:
             fault = "raise after"
-        if self.run(fault, where, rng, step):
+        if self.run(fault, where, step):
             self.model.total += own.sum()
         if self.model.total > MODULUS:
             self.total.assign(0.0)
@@ -372,7 +330,7 @@ class Soak:
             names = self.outcome(lambda: self.strategy.run(step))[1]
             assert names == ["FaultError"] * self.size, names
             self.counts["fault: raise in merge_fn"] += 1
-        elif self.run(fault, where, rng, step):
+        elif self.run(fault, where, step):
             if self.result is not None:
                 np.testing.assert_array_equal(self.result, COMBINE["SUM"](own))
             self.model.values["sum"] = self.model.values["sum"] % 64 + COMBINE["SUM"](
@@ -410,7 +368,7 @@ class Soak:
             self.optimizer.apply_gradients([(own[self.rank], weights)])
 
         model = self.model
-        if self.run(fault, where, rng, step):
+        if self.run(fault, where, step):
             model.velocity = 0.5 * model.velocity + COMBINE["SUM"](own)
             weights_now = model.values["weights"] - 0.25 * model.velocity
             model.values["weights"] = weights_now
@@ -429,7 +387,7 @@ class Soak:
             np.testing.assert_array_equal(mine, np.arange(first, first + 3))
             self.model.position += 1
         ones = np.ones(3)
-        self.run(fault, where, rng, lambda: context().all_reduce("SUM", ones))
+        self.run(fault, where, lambda: context().all_reduce("SUM", ones))
 
     def do_save(self, rng: Any, fault: str, where: int) -> None:
         """Save, with a disk that is full, or by a path that is another on one rank.
@@ -452,7 +410,7 @@ class Soak:
         else:
             assert names == [""] * self.size, names
             self.saved = [*self.saved, copy.deepcopy(self.model)][-KEPT:]
-        if fault in DIFFERS:
+        if fault == "differ":
             self.counts["fault: another path"] += 1
             other = "x" if self.rank == where else ""
             name = f"{self.folder}/y{'x' if where == 0 else ''}"

@@ -89,46 +89,6 @@ def test_the_shapes_of_known_networks(load, name, tensors, numbers):
     assert sum(math.prod(shape) for shape in shapes) == numbers
 
 
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "expected"),
-    [
-        (1, 1, [None] * 9),
-        (2, 1, [1.0, 1.0, 0.5, 0.75, 0.75, 0.9, 0.9, 0.75, 0.5]),
-        (4, 1, [1.3, 0.8, 0.8, 0.8, 0.8, 0.85, 0.85, 0.85, 0.4]),
-        (32, 1, [1.0] * 9),
-        (2, 2, [1.5, 1.5, 1.5, 1.5, 1.5, 1.1, 1.1, 1.1, 1.1]),
-        (4, 2, [1.5, 1.5, 1.5, 1.5, 1.5, 1.1, 1.1, 0.8, 0.8]),
-    ],
-)
-def test_the_aims_of_all_reduce_on_two_cores(load, ranks, nodes, expected):
-    sizes = [4, 2**10, 2**14, 2**16, 2**18, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
-    aims = [load("aims").aim_of("all_reduce", n, ranks, nodes, 2) for n in sizes]
-    assert [None if aim is None else aim.factor for aim in aims] == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "nbytes", "text"),
-    [
-        ("nest", 10**8, "0.28"),
-        ("nest", 20480, "1.00"),
-        ("nest in buffers_like", 10**8, "0.24"),
-        ("all_gather", 2**14, "1.30"),
-        ("all_gather", 2**16, "1.00"),
-        ("run", 0, "6 us"),
-        ("merge_call", 0, "15 us"),
-        ("reduce", 0, "raw + 3 us"),
-        ("update", 4 * MIB, "1.20"),
-        ("elastic", 2 * MIB, "1.03"),
-        ("commit", 4 * MIB, "raw + 50 us"),
-    ],
-)
-def test_the_other_aims_are_for_ranks_with_cores_of_their_own(load, kind, nbytes, text):
-    aim_of = load("aims").aim_of
-    assert str(aim_of(kind, nbytes, 2, 1, 2)) == text
-    assert aim_of(kind, nbytes, 4, 1, 2) is None
-    assert aim_of(kind, nbytes, 2, 2, 2) is None
-
-
 def test_an_aim_is_met(load):
     aim = load("aims").Aim
     assert aim(0.5).is_met(2.0, 1.0)

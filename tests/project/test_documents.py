@@ -98,11 +98,6 @@ def test_links_lead_somewhere(page):
 
 
 @by_page
-def test_a_merge_was_ended(page):
-    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text_of(page), re.M)
-
-
-@by_page
 def test_tables_have_a_head(page):
     """What a blank line cuts off a table is shown as text."""
     starts = re.findall(r"(?:^|\n\n)(\|.*\n.*)", prose(text_of(page)))

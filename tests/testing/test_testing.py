@@ -538,49 +538,6 @@ def test_arguments(arguments, kind, message):
         testing.run(*positional, timeout_seconds=seconds)
 
 
-def test_many_programs_that_go_wrong_at_any_place():
-    """A replica fails, leaves or is late at a place of its own: each run ends."""
-    generator = random.Random(5)
-    ends = set()
-    for _ in range(60):
-        plan = [
-            (generator.choice(["go", "go", "raise", "return", "skip", "late"]), k)
-            for k in (generator.randrange(4) for _ in range(3))
-        ]
-
-        def program(plan=plan):
-            strategy = mpidist.MPIStrategy()
-            with strategy.scope():
-                v = mpidist.Variable(0.0, aggregation=mpidist.VariableAggregation.SUM)
-            what, where = plan[strategy.replica_id]
-            calls = [
-                lambda: strategy.run(lambda: all_reduce(np.ones(3))),
-                lambda: strategy.run(lambda: v.assign_add(1.0)),
-                lambda: strategy.gather(strategy.run(lambda: np.ones(2)), axis=0),
-                lambda: strategy.run(
-                    lambda: mpidist.get_replica_context().merge_call(
-                        lambda s: s.extended.update(v, lambda v: v.assign(1.0))
-                    )
-                ),
-            ]
-            for k, call in enumerate(calls):
-                if k == where and what == "raise":
-                    raise KeyError(k)
-                if k == where and what == "return":
-                    return "returned"
-                if k == where and what == "late":
-                    time.sleep(0.01)
-                if k != where or what != "skip":
-                    call()
-            return "done"
-
-        try:
-            ends.update(testing.run(3, program, timeout_seconds=LONG))
-        except (KeyError, mpidist.CollectiveError) as error:
-            ends.add(type(error).__name__)
-    assert ends >= {"done", "KeyError", "CollectiveMismatchError"}
-
-
 # --- pytest ---------------------------------------------------------------------------
 
 
