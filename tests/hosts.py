@@ -15,11 +15,8 @@ network of the hosts, and starts its helpers on the hosts by an *agent* in place
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -42,7 +39,6 @@ _cli.run()
 """
 _HEAD = "head"  # where mpirun runs
 _SWITCH = ".switch"  # has the bridge
-_PR_SET_PDEATHSIG = 1
 _READY_SECONDS = 20.0
 _ELSEWHERE = "/tmp/elsewhere"
 
@@ -72,10 +68,6 @@ def why_not() -> str:
 def _flags(*kinds: str) -> list[str]:
     flags = [f"--{kind}" for kind in kinds]
     return [*flags, "--fork", "--mount-proc"] if "pid" in kinds else flags
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _do(*command: object) -> None:
@@ -181,7 +173,7 @@ class Hosts:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=launching.end_with_parent,
             )
         self._holders[name] = holder
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
@@ -322,7 +314,7 @@ class Hosts:
                     str(lost),
                 ],
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=launching.end_with_parent,
             )
         )
 
@@ -477,22 +469,12 @@ class Job:
 
 def is_open_mpi() -> bool:
     """Whether this Python's mpirun is Open MPI's."""
-    return "Open MPI" in _version() or "OpenRTE" in _version()
+    return launching.mpi_vendor()[0] == "Open MPI"
 
 
 def is_intel_mpi() -> bool:
     """Whether this Python's mpirun is Intel MPI's."""
-    return "Intel" in _version()
-
-
-@functools.cache
-def _version() -> str:
-    return subprocess.run(
-        [launching.find_mpirun(), "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
+    return launching.mpi_vendor()[0] == "Intel MPI"
 
 
 def _environments() -> list[Path]:

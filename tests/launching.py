@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ node._PREFIX += os.environ["{FILES}"]
 """
 # Of PMIx, in Open MPI's mpirun: once in some hundred times, before any rank is there.
 LAUNCHER_FAULT = "listener thread failed to start"
+
+_PR_SET_PDEATHSIG = 1
 
 # What mpirun gives its ranks. If pytest is one, these would make another mpirun believe
 # that it is part of the same job.
@@ -248,11 +251,18 @@ def run_python(*argv: str | os.PathLike[str], **options: Any) -> str:
 
 
 @functools.cache
+def mpi_vendor() -> tuple[str, tuple[int, ...]]:
+    """Return the name and the version of mpi4py's MPI, which is not started here."""
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+    found = run_python("-c", f"{code}; print(repr(MPI.get_vendor()))")
+    name, version = ast.literal_eval(found)
+    return name, version
+
+
 def outlives_ranks() -> bool:
     """Return whether jobs of this mpirun go on when a rank dies, with `ULFM`."""
-    text = run_alone(find_mpirun(), "--version").stdout
-    found = re.search(r"Open MPI\D*(\d+)", text)
-    return found is not None and int(found[1]) >= 5
+    name, version = mpi_vendor()
+    return name == "Open MPI" and version >= (5,)
 
 
 def find_mpirun() -> str:
@@ -299,6 +309,11 @@ def left_over(name: str, seconds: float = 20) -> set[str]:
             break
         time.sleep(0.1)
     return files
+
+
+def end_with_parent() -> None:
+    """Have this process, a child, end with its parent, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def output_file() -> IO[str]:

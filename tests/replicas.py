@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 import mpidist
 from mpidist import _native, testing
-from mpidist._base import nest, reporting
+from mpidist._base import reporting
 from mpidist._base.types import HostArray, Nest
 from mpidist._strategy.strategy import group_of
 
@@ -406,73 +406,6 @@ def assert_usable(strategy: mpidist.Strategy) -> None:
     assert len({*everywhere(group.guard.sequence)}) == 1
     assert len({*everywhere(group.registry.count)}) == 1
     assert not group.guard.sections
-
-
-def assert_reduces_nests(
-    strategy: mpidist.Strategy, known: mpidist.Strategy, rank: int
-) -> None:
-    """Assert that a strategy reduces nests of all kinds as another one does."""
-    tree = {
-        "many": [sample(rank, n, "float32") for n in (5, 40_000, 7, 0, 600_000)],
-        "halves": np.linspace(-1, 1 + rank, 30_000).astype("float16"),
-        "ints": np.arange(100) * (rank + 1),
-        "complex": sample(rank, 10_000, "float64") * (1 + 2j),
-        "number": rank + 0.5,
-        "strided": sample(rank, 1000, "float64")[::3],
-        "fortran": np.asfortranarray(sample(rank, 600, "float64").reshape(20, 30)),
-    }
-    for op in ("SUM", "MEAN", "PROD"):
-        found, expected = (
-            nest.flatten(all_reduce(one, op, tree))[0] for one in (strategy, known)
-        )
-        for x, y in zip(found, expected, strict=True):
-            rtol = 1e-3 if np.asarray(y).dtype == np.float16 else 1e-5
-            largest = float(np.abs(y).max(initial=0.0))
-            np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * largest)
-    pair = [sample(rank, 50_000, "float32"), np.array([rank == 0, True])]
-    for op in ("MIN", "MAX"):
-        found, expected = (all_reduce(one, op, pair) for one in (strategy, known))
-        for x, y in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
-def assert_guards_and_merges(strategy: mpidist.Strategy, rank: int, size: int) -> None:
-    """Assert that calls that differ raise, and that commands of all sizes arrive."""
-
-    def differ() -> None:
-        context().all_reduce("SUM", np.ones(3 + rank))
-
-    if size > 1:
-        raises_everywhere(mpidist.CollectiveMismatchError, lambda: strategy.run(differ))
-    for failing in range(size):
-
-        def fail(failing: int = failing) -> None:
-            if rank == failing:
-                raise ZeroDivisionError
-            context().all_reduce("SUM", 1.0)
-
-        with pytest.raises(
-            ZeroDivisionError if rank == failing else mpidist.ReplicaError
-        ):
-            strategy.run(fail)
-    v = make(strategy, np.zeros(4))
-    text = "x" * 10_000
-
-    def merge_fn(strategy: mpidist.Strategy, value: Nest) -> tuple[Nest, str]:
-        for k in range(20):
-            strategy.extended.update(
-                v,
-                lambda v, a, t: v.assign_add(a * len(t) / 10_000 + 0 * v),
-                (1.0, text),
-            )
-            if k % 5 == 0:
-                strategy.reduce("SUM", value, axis=None)
-        return strategy.reduce("SUM", value, axis=None), text
-
-    result = strategy.run(lambda: context().merge_call(merge_fn, args=(rank + 1.0,)))
-    assert own(strategy, result[0]) == size * (size + 1) / 2
-    assert result[1] == text
-    np.testing.assert_array_equal(v, np.full(4, 20.0))
 
 
 def next_communicator() -> int:

@@ -14,7 +14,6 @@ It needs slurmctld, slurmd, srun and munged (Debian: slurm-wlm, munge), and libp
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import getpass
 import os
 import random
@@ -33,7 +32,6 @@ import launching
 
 _T = TypeVar("_T")
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged")
-_PR_SET_PDEATHSIG = 1
 _GPUS = 2  # of each node; stand-ins
 _UP_SECONDS = 60.0
 _DOWN_SECONDS = 10.0
@@ -113,10 +111,6 @@ def _version() -> tuple[int, ...]:
     assert slurmd is not None
     text = subprocess.run([slurmd, "-V"], capture_output=True, text=True, check=True)
     return tuple(int(word) for word in text.stdout.split()[1].split(".")[:2])
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -291,7 +285,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 env=self.environment(),
-                preexec_fn=_end_with_parent,
+                preexec_fn=launching.end_with_parent,
             )
         self._daemons.append(daemon)
         return daemon

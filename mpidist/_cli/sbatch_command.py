@@ -86,14 +86,17 @@ def sbatch(arguments: Sequence[str]) -> int:
         "--preemptible",
         action="store_true",
         help="save when told to, and continue later: for programs with a "
-        "`mpidist.experimental.PreemptionCheckpointHandler`",
+        "PreemptionCheckpointHandler",
     )
     parser.add_argument(
         "--mpirun", action="store_true", help="start the ranks by mpirun, not by srun"
     )
     words = list(arguments)
     split = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:split])
+    given, others = parser.parse_known_args(words[:split])
+    if others:
+        text = shlex.join(others)
+        parser.error(f"unrecognized arguments: {text} (a program comes after --)")
     values = vars(given)
     for name, _, (_, form, text), _ in _OPTIONS:
         value = values[name.replace("-", "_")]

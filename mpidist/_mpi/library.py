@@ -155,7 +155,7 @@ def check_not_alone(comm: MpiComm) -> None:
         RuntimeError: in that case, with what to write instead.
     """
     mpi = mpi_module()
-    launch = _find_launch_of_several()
+    launch = find_launch_of_several()
     if launch is None or comm != mpi.COMM_WORLD or comm.Get_size() > 1:
         return
     why = launcher.describe_alone(launch, mpi.Get_library_version())
@@ -196,11 +196,12 @@ def warn_of_copies() -> None:
 
 def _find_copies() -> launcher.Launch | None:
     """Return the launch of several processes, if none of them has used MPI."""
-    launch = None if "mpi4py.MPI" in sys.modules else _find_launch_of_several()
+    launch = None if "mpi4py.MPI" in sys.modules else find_launch_of_several()
     return launch if launch and launcher.find_rank_above() is None else None
 
 
-def _find_launch_of_several() -> launcher.Launch | None:
+def find_launch_of_several() -> launcher.Launch | None:
+    """Return how this process was started; None if by no launcher of several."""
     launch = launcher.find_launch()
     return launch if launch is not None and (launch.size or 1) > 1 else None
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from mpidist._agreement.async_calls import CollectiveHandle
-from mpidist._base import reporting
+from mpidist._base import reporting, threads
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._runtime.begin_async import begin_async
 from mpidist._runtime.group import ReplicaGroup
@@ -48,6 +48,7 @@ _LEAST_BUCKET_BYTES: Final = 2**20
 _BUCKETS: Final = 8
 # How often a tensor was written to, counted by torch; documented, if not by its name.
 _version_of: Final = operator.attrgetter("_version")
+_all: Final = threads.ReplicaLocal(weakref.WeakSet["Overlap"])
 
 
 @dataclasses.dataclass(eq=False)
@@ -134,6 +135,7 @@ class _Plan:
         self._left = {
             id(p): n for (_, p), n in zip(self.named, self.counts, strict=True)
         }
+        self.waits = False  # for `step`, with all buckets
         self.next = 0
         for bucket in self.buckets:
             bucket.waiting, bucket.handle = len(bucket.named), None
@@ -160,6 +162,12 @@ class Overlap:
     def __init__(self, op: ReduceOp, call: str) -> None:
         self._op, self._call = op, call
         self._plan: _Plan | None = None
+        # One that the program has dropped may still be there on some ranks, since they
+        # collect garbage at different times: those before this one begin nothing.
+        for other in _all.get():
+            if other._plan is not None:
+                other._plan.waits = True
+        _all.get().add(self)
         self._ready: dict[int, int] = {}  # since the last step: how often, in order
         self._found: dict[int, tuple[torch.Tensor | None, int, str]] = {}  # then
         self._hooks: dict[int, Any] = {}
@@ -189,7 +197,7 @@ class Overlap:
             self._found[id(parameter)] = (*_with_version(gradient), _sum_of(gradient))
             return
         can_begin = plan.note(parameter)
-        while can_begin and not self._holds:
+        while can_begin and not (self._holds or plan.waits):
             self._begin(plan)
             bucket = plan.buckets[plan.next]
             can_begin = bucket is not plan.buckets[-1] and not bucket.waiting

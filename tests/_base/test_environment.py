@@ -39,6 +39,7 @@ def test_environment(monkeypatch):
         "COMPRESSION": "FP16",
         "ERROR_FEEDBACK": "1",
         "SIMULATED_NODES": "2",
+        "STAGING_MB": "0.5",
         "TRACE": "2",
     }.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
@@ -53,13 +54,19 @@ def test_environment(monkeypatch):
         compression="fp16",
         error_feedback=True,
         simulated_nodes=2,
+        staging_bytes=2**19,
         trace=2,
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "level"), [("", 0), ("0", 0), ("off", 0), ("1", 1), ("on", 1), ("2", 2)]
+    ("name", "field", "values"),
+    [
+        ("TRACE", "trace", {"": 0, "0": 0, "off": 0, "1": 1, "on": 1, "2": 2}),
+        ("STAGING_MB", "staging_bytes", {"": 256 * 2**20, "0": 64 * 1024}),
+    ],
 )
-def test_levels_of_the_trace(monkeypatch, text, level):
-    monkeypatch.setenv("MPIDIST_TRACE", text)
-    assert read_environment().trace == level
+def test_what_is_left_out_and_the_least(monkeypatch, name, field, values):
+    for text, value in values.items():
+        monkeypatch.setenv(f"MPIDIST_{name}", text)
+        assert getattr(read_environment(), field) == value

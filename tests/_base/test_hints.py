@@ -72,38 +72,41 @@ def test_other_exceptions_stay_as_they_are(error):
     assert not hasattr(error, "__notes__")
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        (
-            "strategy.reduce('SUM', strategy.run(lambda: 1.0), axis=None).numpy()",
-            ".numpy",
-        ),
-        ("strategy.run(lambda: v[1:3].assign([1.0, 2.0]))", "`new[1:3] = value`"),
-        ("strategy.run(lambda x, y: x, args=(1.0,))", "`args=batch`"),
-        (
-            "fn = lambda: mpidist.get_replica_context().merge_call(lambda x: x, (1,))\n"
-            "strategy.run(fn)",
-            "`merge_fn(strategy, *args)`",
-        ),
-        (
-            "strategy.extended.update(v, lambda: None)",
-            "`fn(variable, *args)`",
-        ),
-        (
-            "with strategy.scope(): mpidist.get_replica_context().all_reduce('SUM', 1)",
-            "in the function that you pass to `strategy.run`",
-        ),
-    ],
-)
-def test_a_program_that_fails_says_so(tmp_path, line, text):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import numpy as np\nimport mpidist\n\nstrategy = mpidist.MPIStrategy()\n"
-        f"with strategy.scope():\n    v = mpidist.Variable(np.zeros(4))\n{line}\n"
-    )
-    done = run_ranks(1, [str(program)], timeout=100)
+LINES = {
+    "strategy.reduce('SUM', strategy.run(lambda: 1.0), axis=None).numpy()": ".numpy",
+    "strategy.run(lambda: v[1:3].assign([1.0, 2.0]))": "`new[1:3] = value`",
+    "strategy.run(lambda x, y: x, args=(1.0,))": "`args=batch`",
+    "fn = lambda: mpidist.get_replica_context().merge_call(lambda x: x, (1,))\n"
+    "strategy.run(fn)": "`merge_fn(strategy, *args)`",
+    "strategy.extended.update(v, lambda: None)": "`fn(variable, *args)`",
+    "with strategy.scope(): mpidist.get_replica_context().all_reduce('SUM', 1)": (
+        "in the function that you pass to `strategy.run`"
+    ),
+}
+PROGRAM = """
+import sys
+import numpy as np
+import mpidist
+from mpidist._base.hints import add_hint
+
+strategy = mpidist.MPIStrategy()
+with strategy.scope():
+    v = mpidist.Variable(np.zeros(4))
+for line in sys.argv[1:]:
+    try:
+        exec(line)
+    except Exception as error:
+        add_hint(error)
+        print(*error.__notes__)
+exec(line)
+"""
+
+
+def test_a_program_that_fails_says_so():
+    done = run_ranks(1, ["-c", PROGRAM, *LINES], timeout=100)
+    for note, text in zip(done.stdout.splitlines(), LINES.values(), strict=True):
+        assert note.startswith("mpidist: ")
+        assert text in note
     assert done.returncode != 0
     assert "Error: " in done.stderr
-    assert "\nmpidist: " in done.stderr
     assert text in done.stderr.partition("\nmpidist: ")[2]

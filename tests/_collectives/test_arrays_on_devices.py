@@ -134,35 +134,6 @@ def test_dtype_table(where, rank, size):
         np.testing.assert_array_equal(host(x), mine)
 
 
-def test_shapes(where, size):
-    """Empty, 0-d, non-contiguous and F-ordered arrays keep their shape and values."""
-    strategy, xp = where
-    base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    arrays = [
-        base,
-        np.asfortranarray(base),
-        base.transpose(2, 0, 1),
-        base[:, ::2, ::-1],
-        np.float32(3).reshape(()),
-        base[:0],
-        np.empty((0, 3), np.int32),
-        np.broadcast_to(np.float32(2), (3, 2)),
-    ]
-    given = [xp.asarray(x) if xp is not np else x for x in arrays]
-    singly, together = local(
-        strategy,
-        lambda: (
-            [context().all_reduce("SUM", x) for x in given],
-            context().all_reduce("SUM", given),
-        ),
-    )
-    for results in (singly, together):
-        for result, x in zip(results, arrays, strict=True):
-            assert result.shape == x.shape
-            assert result.dtype == x.dtype
-            np.testing.assert_array_equal(host(result), x * size)
-
-
 def test_buckets_and_chunks(where, monkeypatch, rank, size):
     """Small limits give the same results as one large buffer."""
     strategy, xp = where
@@ -196,25 +167,6 @@ def test_buckets_and_chunks(where, monkeypatch, rank, size):
     np.testing.assert_array_equal(host(broadcast), data[2] + size)
     assert isinstance(scattered, type(mine[0]))
     assert isinstance(broadcast, type(mine[0]))
-
-
-def test_all_gather(where, rank, size):
-    strategy, xp = where
-    for dtype in DTYPES if xp is np else ON_A_GPU:
-        parts = [
-            np.arange(2 * (r + 1) * 3).reshape(2, r + 1, 3).astype(dtype)
-            + dtype.type(r)
-            if dtype.kind != "b"
-            else np.ones((2, r + 1, 3), bool)
-            for r in range(size)
-        ]
-        y = local(
-            strategy, lambda p=parts: context().all_gather(xp.asarray(p[rank]), -2)
-        )
-        assert y.dtype == dtype
-        np.testing.assert_array_equal(
-            host(y).astype(complex), np.concatenate(parts, axis=1).astype(complex)
-        )
 
 
 def test_variables(where, rank, size):
@@ -305,14 +257,6 @@ def test_min_and_max_with_nan_and_signed_zeros(new_strategy, dtype, rank, size):
         if dtype == "g":  # ten of its sixteen bytes count
             continue
         assert (rows == rows[0]).all(), nan
-
-
-def test_other_byte_orders_come_back_native(new_strategy, size):
-    strategy = new_strategy()
-    x = np.arange(3, dtype=">f4")
-    total = all_reduce(strategy, "SUM", x)
-    assert total.dtype == np.dtype("=f4")
-    np.testing.assert_array_equal(total, np.arange(3) * size)
 
 
 @pytest.mark.parametrize("blocking", [False, True])

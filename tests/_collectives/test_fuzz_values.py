@@ -249,6 +249,23 @@ class Calls:
         posing.launch(lambda: np.copyto(there.memory, x))
         return there
 
+    def _forms_of(self, values: list[Any], forms: Any) -> list[Any]:
+        """Return what this rank passes: its values in forms, where they are to be."""
+        own, start = [], 0
+        for x in values:
+            place = None
+            if self.buffer is not None and start < self.buffer.nbytes:
+                place = self.buffer[start:]
+            own.append(_form(forms, x, place))
+            start += -(-x.nbytes // 64) * 64
+        return self._place(own)
+
+    def _options(self) -> Any:
+        """Return options that change nothing, or none."""
+        if self.mine.integers(4):
+            return None
+        return mpidist.experimental.CommunicationOptions(timeout_seconds=40)
+
     def _misplaced(self, own: list[Any], results: list[Any]) -> str:
         kinds = [isinstance(x, posing.ndarray) for x in own]
         found = [isinstance(x, posing.ndarray) for x in results]
@@ -297,18 +314,7 @@ class Calls:
         ]
         same = int(self.rng.integers(3))  # sometimes all have the same form
         forms = self.mine if same else np.random.default_rng(int(self.rng.integers(99)))
-        own = []
-        start = 0
-        for x in parts[self.rank]:
-            place = None
-            if self.buffer is not None and start < self.buffer.nbytes:
-                place = self.buffer[start:]
-            own.append(_form(forms, x, place))
-            start += -(-x.nbytes // 64) * 64
-        own = self._place(own)
-        options = None
-        if self.mine.integers(4) == 0:
-            options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
+        own, options = self._forms_of(parts[self.rank], forms), self._options()
         tree = own[0] if len(own) == 1 else own
         how = int(self.mine.integers(6))
 
@@ -316,11 +322,7 @@ class Calls:
             with _floating_errors(how):
                 return context().all_reduce(op, tree, options)
 
-        before = [_raw(posing.to_host(x)) for x in own]
-        value = self.strategy.run(replica)
-        (found,) = self.strategy.experimental_local_results(value)
-        results = [posing.to_host(x) for x in ([found] if len(own) == 1 else found)]
-        wrong = self._misplaced(own, [found] if len(own) == 1 else found)
+        results, wrong = self._run(replica, own)
         crcs = [zlib.crc32(backend.value_bytes(np.asarray(x))) for x in results]
         if len({*map(tuple, everywhere(crcs))}) > 1:
             wrong += f"{op} of {leaves}: not the same bits on all ranks; "
@@ -341,15 +343,7 @@ class Calls:
                     wrong += f"{text}: {x} for {expected}; "
             elif self.exact and _raw(x) not in [_raw(y) for y in (expected, *more)]:
                 wrong += f"{text}: {x} for {expected}; "
-            if _raw(posing.to_host(own[i])) != before[i]:
-                wrong += f"{text}: what was passed was changed; "
-            if isinstance(results[i], np.ndarray):
-                if np.shares_memory(results[i], posing.to_host(own[i])):
-                    wrong += f"{text}: shares memory with what was passed; "
-                if self.mine.integers(2) and results[i].size:
-                    results[i][...] = 1  # its owner may
-        if self.mine.integers(2):
-            self._keep(results)
+        self._use(results)
         return wrong
 
     def _draw_gather(self) -> tuple[int, list[tuple[list[tuple[int, ...]], Any]]]:
@@ -398,25 +392,12 @@ class Calls:
             [_values(self.rng, shapes[rank], dtype) for shapes, dtype in leaves]
             for rank in range(self.size)
         ]
-        own = []
-        start = 0
-        for x in parts[self.rank]:
-            place = None
-            if self.buffer is not None and start < self.buffer.nbytes:
-                place = self.buffer[start:]
-            own.append(_form(self.mine, x, place))
-            start += -(-x.nbytes // 64) * 64
-        own = self._place(own)
-        options = None
-        if self.mine.integers(4) == 0:
-            options = mpidist.experimental.CommunicationOptions(timeout_seconds=40)
+        own, options = self._forms_of(parts[self.rank], self.mine), self._options()
         given = own[0] if len(own) == 1 else own
         axis -= 3 * int(self.rng.integers(2))
-        before = [_raw(posing.to_host(x)) for x in own]
-        value = self.strategy.run(lambda: context().all_gather(given, axis, options))
-        (found,) = self.strategy.experimental_local_results(value)
-        results = [posing.to_host(x) for x in ([found] if len(own) == 1 else found)]
-        wrong = self._misplaced(own, [found] if len(own) == 1 else found)
+        results, wrong = self._run(
+            lambda: context().all_gather(given, axis, options), own
+        )
         for i, (shapes, dtype) in enumerate(leaves):
             text = f"gather of {dtype} {shapes} along {axis}"
             expected = np.concatenate([row[i] for row in parts], axis)
@@ -425,17 +406,33 @@ class Calls:
                 wrong += f"{text}: {x.dtype} {x.shape} for {expected.dtype}; "
             elif not x.flags.c_contiguous or _raw(x) != _raw(expected):
                 wrong += f"{text}: {x} for {expected}; "
-            if _raw(posing.to_host(own[i])) != before[i]:
-                wrong += f"{text}: what was passed was changed; "
-            if np.shares_memory(x, posing.to_host(own[i])):
-                wrong += f"{text}: shares memory with what was passed; "
-            if self.mine.integers(2) and x.size:
-                x[...] = 1  # its owner may
-        if self.mine.integers(2):
-            self._keep(results)
+        self._use(results)
         return wrong
 
-    def _keep(self, results: list[Any]) -> None:
+    def _run(self, replica: Any, own: list[Any]) -> tuple[list[Any], str]:
+        """Make a call with these leaves; return results, and what is wrong with it."""
+        before = [_raw(posing.to_host(x)) for x in own]
+        value = self.strategy.run(replica)
+        (found,) = self.strategy.experimental_local_results(value)
+        found = [found] if len(own) == 1 else found
+        results = [posing.to_host(x) for x in found]
+        wrong = self._misplaced(own, found)
+        for given, raw, x in zip(own, before, results, strict=True):
+            given = posing.to_host(given)
+            text = f"{given.dtype} {given.shape}"
+            if _raw(given) != raw:
+                wrong += f"{text}: what was passed was changed; "
+            if isinstance(x, np.ndarray) and np.shares_memory(x, given):
+                wrong += f"{text}: shares memory with what was passed; "
+        return results, wrong
+
+    def _use(self, results: list[Any]) -> None:
+        """Write to some results, as their owner may, and keep some."""
+        for x in results:
+            if isinstance(x, np.ndarray) and self.mine.integers(2) and x.size:
+                x[...] = 1
+        if not self.mine.integers(2):
+            return
         for x in results:
             if not isinstance(x, np.ndarray):
                 continue

@@ -517,15 +517,3 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(monkeypatch, rank):
     monkeypatch.setenv("MPIDIST_IMPLEMENTATION", "staged" if rank else "direct")
     for message in raises_everywhere(ValueError, mpidist.MPIStrategy):
         assert "direct on rank 0 and staged on rank 1" in message
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("", 256 * 2**20), ("0.5", 2**19), ("0", 64 * 1024)]
-)
-def test_the_size_of_page_locked_memory(monkeypatch, text, nbytes):
-    from mpidist._base.environment import (
-        read_environment,
-    )
-
-    monkeypatch.setenv("MPIDIST_STAGING_MB", text)
-    assert read_environment().staging_bytes == nbytes

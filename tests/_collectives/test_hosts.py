@@ -96,7 +96,7 @@ def test_sums_on_several_hosts(make_hosts, count, per_host):
 # them: launch/test-hosts.
 PART = (
     "tests/_collectives/test_nodes.py::test_sums_are_those_of_the_nodes",
-    "tests/_collectives/test_nodes.py::test_nests_of_all_kinds",
+    "tests/_collectives/test_nodes.py::test_nests_that_share_the_memory_of_data_in_progress",
     "tests/_collectives/test_compression.py::test_only_sums_of_floats_are_compressed",
     "tests/_collectives/test_routes.py::test_what_fails_on_one_rank_takes_all_ranks_to_mpi",
     "tests/_collectives/test_buffers_like.py::test_results_are_those_of_ordinary_arrays",

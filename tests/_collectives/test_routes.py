@@ -46,16 +46,6 @@ def channel_of(strategy):
     return None if node is None else node.channel
 
 
-@mpi
-def test_options_that_differ_between_ranks(rank, size):
-    if size == 1:
-        return
-    name = "SHARED" if rank else "AUTO"
-    options = mpidist.experimental.CommunicationOptions(implementation=name)
-    with pytest.raises((ValueError, mpidist.CollectiveError)):
-        mpidist.MPIStrategy(communication_options=options)
-
-
 # --- places and sources -------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """What Open MPI is given before it starts; as the library itself says (MPI_T)."""
 
 import pytest
-from launching import ROOT, rank_environment, run_alone, run_python
+from launching import ROOT, mpi_vendor, rank_environment, run_alone
 
 from mpidist._mpi.library import OPEN_MPI_SETTINGS
 
@@ -38,8 +38,7 @@ def read_settings(first, names, **variables):
 
 
 def test_open_mpi_is_given_what_it_needs_between_nodes():
-    vendor = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
-    if run_python("-c", vendor).strip() != "Open MPI":
+    if mpi_vendor()[0] != "Open MPI":
         pytest.skip("of Open MPI")
     prefix = "OMPI_MCA_"
     wanted = {k.removeprefix(prefix): v for k, v in OPEN_MPI_SETTINGS.items()}

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import run_ranks
+from launching import mpi_vendor, run_ranks
 from replicas import long_only, slow
 
 from mpidist import _native
-
-
-def library() -> tuple[str, tuple[int, ...]]:
-    """Return the name and the version of the MPI of mpi4py."""
-    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    code += "print(repr(MPI.get_vendor()))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=100)
-    found: tuple[str, tuple[int, ...]] = ast.literal_eval(done.stdout.decode())
-    return found
-
 
 HERE = Path(__file__).parent
 MAKING = "making an `MPIStrategy`"
@@ -124,7 +111,7 @@ def test_the_page_has_what_calls_use(libraries):
     columns = {name: counts(libraries, *layout) for name, layout in LAYOUTS.items()}
     for name, counted in columns.items():
         check(counted, *LAYOUTS[name])
-    name, version = library()
+    name, version = mpi_vendor()
     if name == "Open MPI" and version >= (5,):
         page = (HERE.parents[1] / "docs" / "mpi.md").read_text(encoding="utf-8")
         found = table(columns)
@@ -145,7 +132,7 @@ def check(counted: dict[str, Any], ranks: int, nodes: int) -> None:
             if call != MAKING:
                 assert {*row} == BY_MPI.get(call, set()), (call, row)
         return
-    intel = library()[0] == "Intel MPI"
+    intel = mpi_vendor()[0] == "Intel MPI"
     # One MPI_Iallgatherv is two MPI_Ibcast there, and no all-gather is persistent.
     assert sum(counted[MAKING].values()) <= (7 if ranks == nodes else 13 + intel)
     header = "MPI_Iallgather" if intel else "MPI_Start"

@@ -13,7 +13,7 @@ import sysconfig
 import numpy as np
 import pytest
 from _native.test_native_stress import ADDRESSES, NATIVE, ROOT, THREADS, needed
-from launching import run_ranks
+from launching import mpi_vendor, run_ranks
 from replicas import rarely
 
 pytestmark = [
@@ -69,20 +69,12 @@ print("right", flush=True)
 """
 
 
-def vendor() -> str:
-    code = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
-
-
 @pytest.mark.parametrize(
     "flags", [THREADS, rarely(ADDRESSES)], ids=["threads", "addresses"]
 )
 def test_calls_that_are_begun(tmp_path, flags):
     tools = needed("gcc", flags)
-    if flags is THREADS and vendor() != "MPICH":
+    if flags is THREADS and mpi_vendor()[0] != "MPICH":
         pytest.skip("ThreadSanitizer and this MPI do not start together")
     shutil.copytree(
         ROOT / "mpidist",

@@ -101,26 +101,6 @@ def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
     assert run(2, body) == ["ok"] * 2
 
 
-def test_pause_may_end_a_wait() -> None:
-    def body(me: Rank) -> str:
-        if me.rank == 1:
-            return "ok"
-        waited: list[float] = []
-
-        def pause(seconds: float) -> None:
-            waited.append(seconds)
-            if len(waited) == 3:
-                raise TimeoutError(f"missing: {me.channel.missing()}")
-
-        me.channel.pause = pause
-        with pytest.raises(TimeoutError, match=r"missing: \[1\]"):
-            me.channel.meet(0, 1, 0, 0, 0, -1)
-        assert waited == sorted(waited)
-        return "ok"
-
-    assert run(2, body) == ["ok"] * 2
-
-
 def test_arrays_that_are_not_as_expected_are_refused_unsent() -> None:
     def body(me: Rank) -> str:
         reduce = core.Reduce(me.channel, [("f8", "SUM", (3,), 0)], AREA)
@@ -264,24 +244,6 @@ def test_its_table_holds_the_latest_of_many_plans() -> None:
         return "ok"
 
     assert run(1, body) == ["ok"]
-
-
-def test_a_plan_ends_calls_that_did_not_simply_end() -> None:
-    def body(me: Rank) -> str:
-        entry, state, plan = all_reduce_of(me, (4,))
-        x = np.ones(4, np.float32)
-        if me.rank:  # another call than the other rank's, then none
-            me.channel.meet(0, 5, 0, 0, 1000, -1)
-            me.channel.leave()
-            return "ok"
-        assert entry("SUM", x) == "concluded"
-        assert plan.ended == [core.DIFFERENT]
-        assert state.sequence == 0
-        assert entry("SUM", x) == "concluded"
-        assert plan.ended[1:] == [core.LEFT]
-        return "ok"
-
-    assert run(2, body) == ["ok", "ok"]
 
 
 def test_a_plan_gets_what_a_wait_has_raised() -> None:

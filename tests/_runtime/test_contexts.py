@@ -277,19 +277,19 @@ INSTEAD = {
 }
 
 
-@pytest.mark.parametrize("name", CROSS_REPLICA_CALLS)
-def test_cross_replica_calls_in_a_replica_function(strategy, name):
-    def step():
+def test_cross_replica_calls_in_a_replica_function(strategy):
+    def step(call):
         with pytest.raises(RuntimeError, match=IN_CROSS_REPLICA) as caught:
-            CROSS_REPLICA_CALLS[name](strategy)
+            call(strategy)
         return [str(caught.value)]
 
-    (message,) = own(strategy, strategy.run(step))
-    assert "use get_replica_context().merge_call()" in message
-    assert "inside `strategy.run`" in message  # which context this is
-    called = name.replace("experimental_run_v2", "run")  # which calls it
-    assert message.partition(":")[0].rpartition(".")[2] == called
-    assert INSTEAD.get(name, "outside `strategy.run`") in message
+    for name, call in CROSS_REPLICA_CALLS.items():
+        (message,) = own(strategy, strategy.run(step, args=(call,)))
+        assert "use get_replica_context().merge_call()" in message
+        assert "inside `strategy.run`" in message  # which context this is
+        called = name.replace("experimental_run_v2", "run")  # which calls it
+        assert message.partition(":")[0].rpartition(".")[2] == called
+        assert INSTEAD.get(name, "outside `strategy.run`") in message
     assert_usable(strategy)
 
 
@@ -300,29 +300,32 @@ REPLICA_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", REPLICA_CALLS)
 @pytest.mark.parametrize("where", ["scope", "merge_fn", "update"])
-def test_replica_calls_in_cross_replica_context(strategy, name, where):
+def test_replica_calls_in_cross_replica_context(strategy, where):
     captured = group_of(strategy).replica_frame.replica_context
-    args, instead = REPLICA_CALLS[name]
 
     def attempt(_=None):
-        with pytest.raises(RuntimeError) as caught:
-            getattr(captured, name)(*args)
-        return str(caught.value)
+        messages = []
+        for name, (args, _) in REPLICA_CALLS.items():
+            with pytest.raises(RuntimeError) as caught:
+                getattr(captured, name)(*args)
+            messages.append(str(caught.value))
+        return messages
 
+    instead = [text for _, text in REPLICA_CALLS.values()]
     if where == "merge_fn":
-        message = strategy.run(lambda: context().merge_call(attempt))
+        messages = strategy.run(lambda: context().merge_call(attempt))
     else:
         with strategy.scope():
-            message = attempt()
+            messages = attempt()
             if where == "update":
                 v, messages = mpidist.Variable(0.0), []
-                strategy.extended.update(v, lambda v: messages.append(attempt()))
-                (message,) = messages
-                instead = "make the call before `update`, and pass the result in its"
-    assert "Need to be inside `call_for_each_replica()`" in message
-    assert instead in message
+                strategy.extended.update(v, lambda v: messages.extend(attempt()))
+                instead = ["make the call before `update`, and pass the result in its"]
+                instead *= len(REPLICA_CALLS)
+    for message, text in zip(messages, instead, strict=True):
+        assert "Need to be inside `call_for_each_replica()`" in message
+        assert text in message
     assert_usable(strategy)
 
 
@@ -342,17 +345,17 @@ def test_another_context_of_the_same_strategy(strategy):
 # --- two strategies -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CROSS_REPLICA_CALLS)
-def test_mixing_two_strategies_in_a_scope(strategy, new_strategy, name):
+def test_mixing_two_strategies_in_a_scope(strategy, new_strategy):
     other = new_strategy()
     with strategy.scope():
-        with pytest.raises(RuntimeError, match=MIXING) as caught:
-            CROSS_REPLICA_CALLS[name](other)
-        # Both, by name, and what to do.
-        assert repr(strategy) in str(caught.value)
-        assert repr(other) in str(caught.value)
-        assert "get_strategy()" in str(caught.value)
-        assert mpidist.get_strategy() is strategy
+        for call in CROSS_REPLICA_CALLS.values():
+            with pytest.raises(RuntimeError, match=MIXING) as caught:
+                call(other)
+            # Both, by name, and what to do.
+            assert repr(strategy) in str(caught.value)
+            assert repr(other) in str(caught.value)
+            assert "get_strategy()" in str(caught.value)
+            assert mpidist.get_strategy() is strategy
     assert_usable(strategy)
     assert_usable(other)
 

@@ -8,9 +8,13 @@ import textwrap
 import time
 
 import pytest
-from launching import LAUNCHER_FAULT, find_mpirun, rank_environment, run_alone
-
-from mpidist._cli.run_command import version_of
+from launching import (
+    LAUNCHER_FAULT,
+    find_mpirun,
+    mpi_vendor,
+    rank_environment,
+    run_alone,
+)
 
 pytestmark = pytest.mark.core
 
@@ -38,10 +42,6 @@ finally:
     with (folder / f"finally{rank}").open("w") as file:
         file.write(type(sys.exc_info()[1]).__name__)
 """
-
-
-def is_open_mpi():
-    return "Open MPI" in version_of(find_mpirun())
 
 
 class Job:
@@ -115,9 +115,10 @@ SENDS = {
 @pytest.mark.parametrize("what", SENDS)
 def test_the_job_ends_with_one_line_and_all_finally_blocks(what, tmp_path):
     launcher, send = SENDS[what]
+    open_mpi = mpi_vendor()[0] == "Open MPI"
     # Open MPI's mpirun sends SIGKILL 0.25 s after SIGTERM, also to a rank that has not
     # had a core since.
-    for attempt in range(3 if is_open_mpi() else 1):
+    for attempt in range(3 if open_mpi else 1):
         job = start(tmp_path / f"{attempt}", launcher)
         send(job)
         job.wait()
@@ -126,10 +127,10 @@ def test_the_job_ends_with_one_line_and_all_finally_blocks(what, tmp_path):
         if len(lines_of(err)) == 1 and len(job.finallies()) == 3:
             break
     assert job.finallies() == ["finally0", "finally1", "finally2"], err
-    is_term = is_open_mpi() or what == "SIGTERM"
+    is_term = open_mpi or what == "SIGTERM"
     text = "ended by SIGTERM" if is_term else "interrupted"
     assert lines_of(err) == [f"mpidist: rank 0: {text}"], err
-    expected = 1 if is_open_mpi() else 128 + (15 if is_term else 2)
+    expected = 1 if open_mpi else 128 + (15 if is_term else 2)
     assert job.process.returncode == expected, err
 
 

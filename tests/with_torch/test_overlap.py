@@ -308,6 +308,20 @@ def test_what_an_optimizer_has_set_goes_with_it(strategy, torch, mt):
 
 
 @pytest.mark.usefixtures("several")
+def test_an_optimizer_that_only_some_ranks_have_dropped_yet(strategy, torch, mt, rank):
+    """No bucket depends on the garbage collector of a rank."""
+    two = Training(torch, mt, strategy, True)
+    for _ in range(2):
+        kept = two.optimizer if rank == 0 else None
+        sgd = torch.optim.SGD(two.module.parameters(), lr=0.1)
+        two.optimizer = mt.DistributedOptimizer(sgd, overlap=True, strategy=strategy)
+        for number in range(3):
+            strategy.run(two.step, args=(number,))
+        del kept
+    assert two.begun == [None, (2, 3), (2, 3)] * 2
+
+
+@pytest.mark.usefixtures("several")
 def test_an_optimizer_outlives_a_strategy(new_strategy, torch, mt, size):
     """As in an elastic training, where each loss makes another one."""
     first, second = new_strategy(), new_strategy()
