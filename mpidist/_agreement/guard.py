@@ -47,7 +47,7 @@ from mpidist._agreement.mismatch import Call, ErrorKind, summarize_exception
 from mpidist._agreement.notices import at_ends
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
-from mpidist._base.errors import CollectiveError, is_interruption, was_told
+from mpidist._base.errors import CollectiveError, is_interruption, told_by
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._timeline.observer import NOTHING
@@ -142,9 +142,8 @@ class Guard(CallState):
         before = breakdown.state is State.ALONE
         if before is not alone and not breakdown.why:
             breakdown.state = State.ALONE if alone else State.USABLE
-            if alone:
-                self.blocked = True
-            else:
+            self.blocked = True
+            if not alone:
                 self.update_blocked()
         return before
 
@@ -387,7 +386,7 @@ class Guard(CallState):
             Whether ``error`` is such an exception.
         """
         alone = self.breakdown.state is State.ALONE
-        if alone or was_told(error) or not is_interruption(error):
+        if alone or told_by(error) is not None or not is_interruption(error):
             return False
         self.breakdown.abandon(what, error)
         self.breakdown.repeat_notice()
@@ -410,7 +409,9 @@ class Guard(CallState):
             What to raise.
         """
         usable = self.breakdown.state is State.USABLE
-        told = isinstance(error, CollectiveError)  # all ranks have it already
+        # All ranks have it already, unless it is of a strategy with fewer ranks.
+        tellers = (None, "", self._comm.identity)
+        told = isinstance(error, CollectiveError) and told_by(error) in tellers
         if told or not (self.enabled and usable and self.deserted is None):
             return error
         with self.observed(call) as span:

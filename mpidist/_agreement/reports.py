@@ -81,7 +81,7 @@ class Reports:
             reports = self._comm.all_gather_objects(report)
             self.calls = {report.call for report in reports}
             found = judge(self._comm.rank, reports) if error is None else error
-            as_told(found)
+            as_told(found, self._comm.identity)
             # A section that some rank has not entered has no end that all ranks come
             # to: until this rank leaves it, the calls in it raise.
             for level in range(min(report.depth for report in reports), len(sections)):

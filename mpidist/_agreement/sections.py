@@ -21,7 +21,7 @@ from mpidist._base.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     ReplicaLostError,
-    was_told,
+    told_by,
 )
 from mpidist._timeline.observer import NOTHING, Span
 
@@ -94,7 +94,7 @@ def run_section(guard: Guard, call: Call, body: Callable[[SectionResult], _R]) -
         except BaseException as raised:
             # Such as Ctrl-C: ranks in the section learn that this one does not come.
             in_merge_fn = guard.breakdown.state is State.ALONE
-            if not (was_told(raised) or in_merge_fn):
+            if told_by(raised) is None and not in_merge_fn:
                 raise guard.abandon(call, raised) from raised.__cause__
             raise
         finally:

@@ -132,12 +132,8 @@ class ReplicaLostError(CollectiveError):
 class RemoteTraceback(Exception):  # noqa: N818 - not an error, but the cause of one
     """Carries a traceback that was printed on another rank, as a ``__cause__``."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        return f'\n"""\n{self.args[0]}"""'
 
 
 def on_rank(rank: int, message: str) -> str:
@@ -184,14 +180,14 @@ def chain(error: Any) -> list[Any]:
     return found
 
 
-def was_told(error: BaseException) -> bool:
-    """Return whether all ranks know of an exception; see `as_told`."""
-    return _TOLD in error.__dict__
+def told_by(error: BaseException) -> str | None:
+    """Return ``by`` of `as_told`; None if it is not known that all ranks know of it."""
+    return error.__dict__.get(_TOLD)
 
 
-def as_told(error: _E) -> _E:
-    """Note in an exception that all ranks know of it; return it."""
-    error.__dict__[_TOLD] = True
+def as_told(error: _E, by: str = "") -> _E:
+    """Note that all ranks know of an exception: those of ``by``, a communicator."""
+    error.__dict__[_TOLD] = by
     return error
 
 

@@ -22,6 +22,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._base import reporting, threads
 from mpidist._base.environment import Environment
 from mpidist._base.errors import format_ranks, warn_caller
+from mpidist._base.expect import as_path
 from mpidist._mpi import library
 from mpidist._mpi.communicator import Communicator
 from mpidist._runtime import process_exit
@@ -44,7 +45,7 @@ class _Recording(Recorder):
         guards: of the strategies that were made meanwhile, with their numbers of ranks.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__(path)
         self.guards: list[tuple[int, weakref.ref[Guard]]] = []
 
@@ -87,7 +88,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         OSError: by `MPIStrategy` in the block, on all ranks, if a rank cannot write.
     """
-    recording = _Recording(path)
+    recording = _Recording(as_path("mpidist.timeline", path))
     blocks = _blocks.get()
     blocks.append(recording)
     try:

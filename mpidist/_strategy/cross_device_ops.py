@@ -352,8 +352,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         fits = backend.fits(total, result.dtype)
         if not fits or tuple(total.shape) != tuple(x.shape):
             raise ValueError(
-                f"{call}: expected a result of shape {tuple(x.shape)} for "
-                f"{result.dtype}, got {backend.describe(total)}"
+                f"{call}: expected a result of shape {tuple(x.shape)} whose values "
+                f"fit {result.dtype}, got {backend.describe(total)}"
             )
         backend.fill(result, total / len(rows) if op is ReduceOp.MEAN else total)
         return backend.restore(result, kind)

@@ -148,7 +148,7 @@ class Variable(ArrayLike, Registered):
             frame.coordinator.command("create_variable", arguments)
             self._note_dropped()
             return
-        text = f"{attributes}, dtype={dtype}, shape={shape}"
+        text = f"{attributes}, {dtype=!s}, {shape=!s}, trainable={attributes.trainable}"
         (value,) = collectives.share(lambda: [make()], text)
         set_up(self, group, value, attributes)
 

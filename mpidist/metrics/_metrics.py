@@ -12,7 +12,8 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import backend, guests, nest
+from mpidist._agreement.mismatch import Call
+from mpidist._base import backend, checksums, guests, nest
 from mpidist._base.expect import as_row_weights, expect
 from mpidist._base.types import HostArray, Nest, Shape
 from mpidist._runtime import context, dispatch
@@ -43,8 +44,7 @@ def _array(values: Nest, call: str) -> HostArray:
     elif isinstance(values, (Mirrored, Variable)):
         x, _ = backend.as_array(values, call)
     x = backend.to_host(x)
-    real = backend.number_kind(x.dtype) in "biuf"
-    expect(real, call, "real numbers", values)
+    expect(backend.number_kind(x.dtype) in "biuf", call, "real numbers", values)
     return x.astype(np.float32) if backend.is_bfloat16(x.dtype) else x
 
 
@@ -99,11 +99,10 @@ class Metric:
         Raises:
             ValueError: for another initializer.
         """
-        call = f"{type(self).__name__}.add_weight"
+        call, fits = f"{type(self).__name__}.add_weight", initializer in ("zeros", None)
         if isinstance(shape, str):
             name, shape = shape, ()
         what, hint = '`initializer` to be "zeros"', "add the initial value in `result`"
-        fits = initializer in ("zeros", None)
         expect(fits, call, what, initializer, hint, error=ValueError)
         made = Variable(
             np.zeros(shape, dtype),
@@ -117,10 +116,7 @@ class Metric:
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that it was made with, by name, for `from_config`."""
         names = inspect.signature(type(self)).parameters
-        return {
-            **dict(zip(names, self._made.args, strict=False)),
-            **self._made.keywords,
-        }
+        return dict(zip(names, self._made.args, strict=False)) | self._made.keywords
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -151,7 +147,11 @@ class Metric:
             )
         alone = context.is_in_replica(group)
         with contextlib.nullcontext() if alone else dispatch.checking(group, call):
-            sums = compute()
+            sums = [*compute()]
+        if not alone and context.current().coordinator is None:
+            # All of them, before the first variable changes.
+            texts = (checksums.summarize_value(x, call) for x in sums)
+            group.guard.agree(Call(f"{call} with sums = {', '.join(texts)}"))
         # A class derived from this one may have made more.
         for variable, x in zip(self._weights, sums, strict=False):
             variable.assign_add(x)
@@ -214,7 +214,7 @@ class Sum(Metric):
         def compute() -> tuple[float]:
             x = _array(values, self._call).astype(np.float64)
             w = _weights(sample_weight, x.shape, self._call)
-            return (float((x if w is None else _weighted(x, w)).sum()),)
+            return (float(_weighted(x, w).sum()),)
 
         self._add(compute)
 
@@ -284,12 +284,8 @@ class _OfPairs(Metric):
         self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
     ) -> None:
         """Add a batch: labels and predictions; otherwise as `Mean.update_state`."""
-
-        def sums() -> Iterable[Any]:
-            true, pred = (_array(x, self._call) for x in (y_true, y_pred))
-            return self._sums(true, pred, sample_weight)
-
-        self._add(sums)
+        array = functools.partial(_array, call=self._call)
+        self._add(lambda: self._sums(array(y_true), array(y_pred), sample_weight))
 
     def _sums(
         self, true: HostArray, pred: HostArray, sample_weight: Nest
@@ -298,10 +294,10 @@ class _OfPairs(Metric):
         raise NotImplementedError
 
 
-def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
+def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray:
     """Return weights, with axes of length 1 for missing ones; a number as it is."""
     if sample_weight is None:
-        return None
+        return np.ones((1,) * len(shape))
     given = _array(sample_weight, call).astype(np.float64)
     w: HostArray = as_row_weights(call, given, shape)
     missing = len(shape) - w.ndim if given.ndim else 0
@@ -310,8 +306,7 @@ def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray | None:
 
 def _each_weight(sample_weight: Nest, shape: Shape, call: str) -> HostArray:
     """Return the weight of each element: that of its row, or 1."""
-    w = _weights(sample_weight, shape, call)
-    return np.broadcast_to(1.0 if w is None else w, shape)
+    return np.broadcast_to(_weights(sample_weight, shape, call), shape)
 
 
 def _weighted(x: HostArray, w: HostArray) -> HostArray:
@@ -330,8 +325,6 @@ def _sums_of_rows(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, 
         return 0.0, 0.0
     rows = x.shape[0] if x.ndim else 1
     in_a_row = x.size // rows
-    if w is None:
-        return float(x.sum()) / in_a_row, float(rows)
     w = w if w.ndim else w / rows
     total = np.broadcast_to(w, x.shape).sum()
     return float(_weighted(x, w).sum()) / in_a_row, float(total) / in_a_row

@@ -18,6 +18,7 @@ it is one command, which every rank executes with its own optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -133,6 +134,7 @@ class Optimizer:
         self._describe_settings()
         self.learning_rate = learning_rate
         self._first_rate = self._learning_rate
+        self._assigned_rate: Rate | None = None  # since then
         self._state: State | None = None  # before it is built
         self._iterations: Variable | None = None  # the same, or read before
         group = context.current().group
@@ -261,6 +263,7 @@ class Optimizer:
         else:
             learning_rate = _check_rate(kind, learning_rate)
         self._learning_rate: Rate = learning_rate
+        self._assigned_rate = learning_rate
 
     lr = learning_rate  # the older name in Keras
 
@@ -318,15 +321,13 @@ class Optimizer:
 
     def __saved_rate__(self) -> float | str | None:
         """Return an assigned learning rate, for a checkpoint; None: the first one."""
-        rate = self._learning_rate
-        if rate is self._first_rate:
-            return None
+        rate = self._assigned_rate
         return "a function" if callable(rate) else rate
 
     def __restore_rate__(self, saved: float | str | None) -> None:
         """Set the learning rate to what a checkpoint has of it."""
         if saved is None:
-            self._learning_rate = self._first_rate
+            self._learning_rate, self._assigned_rate = self._first_rate, None
         elif not isinstance(saved, str):
             self.learning_rate = saved
 
@@ -435,6 +436,10 @@ class Optimizer:
         pairs: list[tuple[Gradient, Variable]] = []
         try:
             try:
+                what = "an iterable of (gradient, variable) pairs"
+                expect(
+                    isinstance(grads_and_vars, Iterable), APPLY, what, grads_and_vars
+                )
                 pairs.extend(grads_and_vars)
                 if name is not None:
                     hint = "write `global_step=step`, or one list of pairs: `zip(g, v)`"
@@ -457,7 +462,10 @@ class Optimizer:
             interruptions.left(group_among(pairs, self._group), APPLY, error)
             raise
         if global_step is not None:
-            global_step.assign_add(1)
+            home = storage_of(global_step).group
+            alone = context.is_in_replica(home)  # a sum would add 1 for each replica
+            with home.cross_frame if alone else contextlib.nullcontext():
+                global_step.assign_add(1)
         return self.iterations
 
     # --- to be defined by subclasses --------------------------------------------

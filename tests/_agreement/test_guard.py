@@ -11,6 +11,7 @@ from replicas import (
     assert_usable,
     context,
     everywhere,
+    raises_everywhere,
     set_deadline,
     wait_for_reports,
 )
@@ -486,6 +487,35 @@ def test_an_exception_in_close_is_told(new_strategy, rank, last, monkeypatch):
     with pytest.raises(error):
         strategy.close()
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_error_of_a_strategy_of_some_ranks_is_told_to_all(strategy, rank):
+    """The others would be one call behind: their step met the next one of these."""
+    if threads.current() is not None:
+        pytest.skip("replicas that are threads are of one strategy")
+    from mpi4py import MPI
+
+    part = MPI.COMM_WORLD.Split(rank < 2)
+    pair = mpidist.MPIStrategy(part)
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(2))
+    with pair.scope():
+        inner = mpidist.Variable(0.0)
+
+    def gradients():
+        if rank < 2:
+            inner.assign(rank)
+        yield np.ones(2), v
+
+    optimizer = mpidist.optimizers.SGD(0.5)
+    optimizer.build([v])
+    raises_everywhere(
+        mpidist.CollectiveMismatchError, lambda: optimizer.apply_gradients(gradients())
+    )
+    assert optimizer.apply_gradients([(np.ones(2), v)]) == 1
+    pair.close()
+    part.Free()
 
 
 def test_options_differ_between_ranks(rank, last):

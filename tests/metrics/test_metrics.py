@@ -204,6 +204,19 @@ def test_an_error_on_one_rank_is_one_on_all(strategy):
         assert "Accuracy.update_state" in message
 
 
+@pytest.mark.mpi(min_size=2)
+def test_values_that_differ_change_nothing(strategy, rank):
+    with strategy.scope():
+        mean = mpidist.metrics.Mean()
+        values = [3.0] if rank else [1.0, 2.0]  # of the same sum
+        raises_everywhere(
+            mpidist.CollectiveMismatchError,
+            lambda: mean.update_state(values),
+            "Mean.update_state",
+        )
+        assert float(mean.total) == float(mean.count) == 0
+
+
 @pytest.mark.one_size
 def test_a_sum_that_one_rank_does_not_ask_for_is_read_once(strategy):
     with strategy.scope():

@@ -140,6 +140,16 @@ def test_each_rank_gets_its_learning_rate_back(strategy, folder, rank):
     assert optimizer.learning_rate == 0.1 + rank
 
 
+def test_the_rate_of_the_constructor_assigned_again_is_saved(strategy, folder):
+    rate = 0.5
+    optimizer, other = Adam(rate), Adam(0.25)
+    optimizer.learning_rate = rate
+    with strategy.scope():
+        mpidist.Checkpoint(optimizer=optimizer).save(folder / "c")
+        mpidist.Checkpoint(optimizer=other).restore(folder / "c")
+    assert other.learning_rate == rate
+
+
 @pytest.mark.mpi(min_size=2)
 def test_one_rank_reads_iterations_before_the_others(strategy, rank):
     with strategy.scope():

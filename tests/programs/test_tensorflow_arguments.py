@@ -58,9 +58,10 @@ def test_a_shape_that_may_change_is_refused(strategy):
             assert "its shape is fixed: write `mpidist.Variable(value)`" in message
 
 
-def test_the_global_step_is_counted(strategy, v, size):
+@pytest.mark.parametrize("aggregation", ["NONE", "SUM"])
+def test_the_global_step_is_counted(strategy, v, size, aggregation):
     with strategy.scope():
-        step = mpidist.Variable(0)  # which needs no aggregation
+        step = mpidist.Variable(0, aggregation=aggregation)
     optimizer = SGD(0.5)
 
     def replica():
