@@ -166,9 +166,15 @@ def _number_of(item: pytest.Item) -> int:
     return zlib.crc32(item.nodeid.encode())
 
 
-def pytest_collection_finish() -> None:
-    """Keep what the collection of tests has made out of each later `gc.collect`."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what the collection of tests has made out of each later `gc.collect`.
+
+    Ranks collect garbage as differently as they can: some at once, the others hardly
+    ever. What a rank still has must not decide which collective calls it makes.
+    """
     gc.freeze()
+    if _under_mpi(session.config):
+        gc.set_threshold(1_000_000 if RANK % 2 else 300, 1, 1)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
