@@ -143,10 +143,9 @@ class Bench:
         """Make the strategy. Collective."""
         self.job = job
         self.strategy = mpidist.MPIStrategy(device="cpu")
-        self.nodes: int = group_of(self.strategy).communicator.num_nodes
-        self.crowded: bool = any(
-            len(node) > job.facts[node[0]]["machine"]["cores"] for node in job.nodes
-        )
+        communicator = group_of(self.strategy).communicator
+        self.nodes: int = communicator.num_nodes
+        self.crowded: bool = communicator.crowded
         self.quick = quick
         self._seconds = 0.01 if quick else seconds
         self._fewest, self._most = (1, 3) if quick else (3, 31)

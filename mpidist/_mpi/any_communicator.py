@@ -29,6 +29,7 @@ class AnyCommunicator:
         rank: of this process.
         size: the number of ranks.
         machine_size: the number of ranks on this machine.
+        crowded: whether a machine has more ranks than cores; the same on all ranks.
         local_rank: this rank's number on its node.
         local_size: the number of ranks on its node.
         node_ranks: the ranks of its node, in its order.
@@ -45,6 +46,7 @@ class AnyCommunicator:
     rank: int = 0
     size: int = 1
     machine_size: int = 1
+    crowded: bool = False
     local_rank: int = 0
     local_size: int = 1
     num_nodes: int = 1

@@ -67,7 +67,6 @@ class Communicator(AnyCommunicator):
         machine_rank: this rank's number on its machine, which may simulate nodes.
         node_ranks: the ranks of this node, in its order.
         node_sizes: the number of ranks of each node.
-        crowded: whether a machine has more ranks than cores; the same on all ranks.
         buffers: the collectives of this communicator, without its statistics.
         rank_infos: what each rank has told the others of itself.
     """
@@ -160,7 +159,7 @@ class Communicator(AnyCommunicator):
         machines: dict[str, list[int]] = {}
         for rank, info in enumerate(rank_infos):
             machines.setdefault(info["machine"], []).append(rank)
-        self.crowded: bool = any(
+        self.crowded = any(
             len(ranks) > rank_infos[rank]["cores"]
             for ranks in machines.values()
             for rank in ranks
