@@ -21,7 +21,7 @@ _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Any] | None]"
 AUTOTUNE: Final = -1
 """tf.data's request to choose a number itself."""
 _END: Final = object()
-_MOST: Final = 1024  # items that are read ahead: each is requested from the start
+_MOST: Final = 1024  # threads, and items that are read ahead, which are requested first
 
 
 def default_workers() -> int:
@@ -53,6 +53,7 @@ class Ahead(Iterator[_R]):
         most: int | None = None,
     ) -> None:
         self._function, self._items = function, iter(items)
+        threads = min(threads, _MOST)
         self._most, self._limit = most or threads, threads
         self._tasks: _Tasks = queue.SimpleQueue()
         self._waiting: collections.deque[Future[_R]] = collections.deque()

@@ -407,9 +407,12 @@ class Interleave(_Pairs, Derived):
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
         inputs = enumerate(self.parent.load(self.parent.tokens(in_pass)))
-        places: list[tuple[Stage, Iterator[Token]] | None] = [None] * self.cycle
+        places: list[tuple[Stage, Iterator[Token]] | None] = []
+        turn, count = 0, self.cycle
         try:
-            for turn in itertools.cycle(range(self.cycle)):
+            while True:
+                if turn == len(places):
+                    places.append(None)
                 if places[turn] is None:
                     number, element = next(inputs, (0, END))
                     if element is not END:
@@ -419,6 +422,8 @@ class Interleave(_Pairs, Derived):
                         places[turn] = stage, read_ahead(tokens, depth)
                     elif not any(places):
                         return
+                    else:  # the others stay empty
+                        count = len(places)
                 if place := places[turn]:
                     stage, tokens = place
                     given = 0
@@ -428,6 +433,7 @@ class Interleave(_Pairs, Derived):
                     if given < self.length:
                         stop_reading(tokens, wait=False)
                         places[turn] = None
+                turn = (turn + 1) % count
         finally:
             for _, tokens in filter(None, places):
                 stop_reading(tokens, wait=False)

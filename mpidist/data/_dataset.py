@@ -116,7 +116,7 @@ class Dataset(metaclass=_Names):
             output_type: their dtype.
             name: accepted.
         """
-        numbers = [_as_count("range", "args", x, least=-(2**63)) for x in args]
+        numbers = [as_int("Dataset.range", "args", x, least=-(2**63)) for x in args]
         steps = range(*numbers)  # raises what Python's does
         dtype = as_dtype(output_type, "range")
         return cls(Range(steps.start, steps.stop, steps.step, dtype))
@@ -668,9 +668,12 @@ def _as_count(
     method: str, name: str, value: Any, *, least: int, other: int | None = None
 ) -> int:
     """Return an int, given one, or a 0-d array of one; ``other`` may be less."""
-    number = as_int(f"Dataset.{method}", name, value)
+    call = f"Dataset.{method}"
+    number = as_int(call, name, value)
     if number != other:
-        as_int(f"Dataset.{method}", name, number, least=least)
+        as_int(call, name, number, least=least)
+    what = f"`{name}` to be less than 2**63"
+    expect(number < 2**63, call, what, number, error=ValueError)
     return number
 
 
@@ -685,7 +688,7 @@ def _as_seed(method: str, seed: int | None) -> int:
     """Return the seed of a shuffle, which need not be given."""
     if seed is None:
         return shuffle_seeds.next_seed()
-    return _as_count(method, "seed", seed, least=0)
+    return as_int(f"Dataset.{method}", "seed", seed, least=0)
 
 
 def _as_calls(method: str, value: object) -> int:

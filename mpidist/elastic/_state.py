@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from mpidist._base.errors import ReplicaLostError, on_rank
-from mpidist._base.expect import as_int, expect
+from mpidist._base.expect import as_int, as_path, expect
 from mpidist._base.remedies import missing_name
 from mpidist._checkpoints import Checkpoint, CheckpointManager, contents
 from mpidist._checkpoints.collective_call import CollectiveCall
@@ -330,6 +330,8 @@ class State:
             "pass values by keyword",
         )
         as_int("State", "every", every, least=1)
+        if directory is not None:
+            directory = as_path("State", directory)
         object.__setattr__(
             self, "_storage", StateStorage(build, directory, every, objects)
         )

@@ -286,6 +286,8 @@ class Optimizer:
         """
         given: list[Variable] = []
         try:
+            is_list = hasattr(variables, "__iter__")
+            expect(is_list, _BUILD, "a list of variables", variables)
             given.extend(variables)
             found = group_for(given, self._index, self._group, _BUILD)
             group, is_cross_replica = found

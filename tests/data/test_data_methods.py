@@ -57,6 +57,13 @@ def test_range():
     assert next(iter(Dataset.range(2**40).skip(2**39))) == 2**39
 
 
+def test_as_many_threads_and_open_datasets_as_there_are_elements():
+    """Each had a place from the start, and each thread a sign to end."""
+    one_of_each = Dataset.range(3).interleave(Dataset.range, 2**40)
+    assert lists(one_of_each) == [0, 0, 1]
+    assert lists(Dataset.range(3).map(abs, 2**40)) == [0, 1, 2]
+
+
 def test_from_tensors_is_one_element():
     (element,) = Dataset.from_tensors(([1, 2, 3], {"a": 4.0}))
     assert element[0].tolist() == [1, 2, 3]
@@ -855,6 +862,7 @@ D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
         (lambda: TEN.interleave(abs, 0), ValueError, "`cycle_length` to"),
         (lambda: TEN.interleave(abs, 1, 0), ValueError, "`block_length` to"),
         (lambda: TEN.skip(-2), ValueError, "`count` to be -1 or more"),
+        (lambda: TEN.take(2**63), ValueError, r"`count` to be less than 2\*\*63"),
         (lambda: TEN.repeat(-2), ValueError, "`count` to be -1 or more"),
         *(
             (lambda x=x: TEN.take(x), TypeError, "`count` to be an int, got")

@@ -308,6 +308,8 @@ def test_what_a_state_does_not_take():
         elastic.State(commit=1)
     with pytest.raises(ValueError, match="`every` to be 1 or more, got 0"):
         elastic.State(every=0)
+    with pytest.raises(TypeError, match=r"State: expected a path, .* got 3"):
+        elastic.State(directory=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`build` to be a function"):
         elastic.State({"step": 0})  # type: ignore[arg-type]
     state = elastic.State(_build, step=0, rng=np.random.default_rng(1))

@@ -86,6 +86,8 @@ def test_none_is_skipped():
         optimizer.apply_gradients([(None, w), (None, b)])
     with pytest.raises(TypeError, match=r"expected a `mpidist\.Variable`"):
         SGD(0.5).apply_gradients([(w, np.ones(2))])
+    with pytest.raises(TypeError, match="build: expected a list of variables, got 3"):
+        SGD(0.5).build(3)
 
 
 @pytest.mark.parametrize("name", ["momentum", "weight_decay", "learning_rat"])
