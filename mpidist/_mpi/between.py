@@ -41,9 +41,13 @@ Every header carries it, also of calls without a payload, and what does not fit 
 another collective.
 """
 
-# With more ranks than cores a rank yields sooner: it takes the core of another one.
-_TESTS: Final = 24
-_TESTS_CROWDED: Final = 4
+# How often a rank tests before it first yields its core, and before each later time.
+# With more ranks than cores it yields sooner, as it takes the core of another one; not
+# with Open MPI, whose tests yield by themselves (4 B on 16 simulated nodes, over a raw
+# Allreduce: 1.45 with 16 tests, 1.75 with 4; MPICH: 1.1 and 1.0).
+_TESTS: Final = 24, 4
+_TESTS_CROWDED: Final = 4, 4
+_TESTS_CROWDED_OPEN_MPI: Final = 16, 16
 
 # Operations of MPI find their `Between` in this process by a number, which is the same
 # on all of its ranks.
@@ -116,7 +120,7 @@ class CoreHeaders:
             received,
             comm.Get_rank(),
             size,
-            _TESTS_CROWDED if crowded else _TESTS,
+            _tests(crowded=crowded),
             number,
             0 if request is None else mpi._addressof(request),
             mpi._addressof(status),
@@ -150,6 +154,13 @@ class CoreHeaders:
         if not self.channel.active:
             for one in reversed(self._made):
                 one.Free()
+
+
+def _tests(*, crowded: bool) -> tuple[int, int]:
+    if not crowded:
+        return _TESTS
+    is_open_mpi = mpi_module().get_vendor()[0] == "Open MPI"
+    return _TESTS_CROWDED_OPEN_MPI if is_open_mpi else _TESTS_CROWDED
 
 
 def _address(function: Any) -> int:

@@ -121,7 +121,7 @@ typedef struct Between {
   const md_nest *small;
   int64_t fingerprint;
   PyObject *keeper;
-  int first_tests;       /* before the first yield */
+  int first_tests, tests; /* before the first yield; before each later one */
   unsigned long sleeper; /* the thread that leaves its core while it waits; 0: none */
   long long headers;
   unsigned long iallreduces, iallgathers;

@@ -27,9 +27,8 @@
 
 /* How often a rank yields its core before Python waits, with a deadline.  Ranks may share cores
    without knowing it, as jobs and containers do.  Between two yields MPI needs some tests to make
-   progress: of 1 to 64, 4 were good with both MPIs. */
+   progress. */
 #define YIELDS 500
-#define TESTS_BETWEEN 4
 
 /* Those that merge: an op of MPI knows nothing but the elements, so these have a key.  The lock is
    for the list: MPI calls the op in any thread, also without Python's lock. */
@@ -242,7 +241,7 @@ static int wait_for(Between *self, int awaited) {
     Py_BEGIN_ALLOW_THREADS sched_yield();
     Py_END_ALLOW_THREADS;
     if (PyErr_CheckSignals()) return -1;
-    there = test_some(self, TESTS_BETWEEN);
+    there = test_some(self, self->tests);
   }
   if (there) return there < 0 ? -1 : 0;
   PyObject *none = PyObject_CallOneArg(self->wait, (PyObject *)self);
@@ -460,7 +459,7 @@ static int start_by_mpi(Carrier *self, const md_header *header) {
 }
 
 static int test_by_mpi(Carrier *self) {
-  int there = test_some((Between *)self, TESTS_BETWEEN);
+  int there = test_some((Between *)self, ((Between *)self)->tests);
   if (there < 0) return -1;
   return there ? judge((Between *)self) : MISSING;
 }
@@ -469,7 +468,7 @@ static const Medium mpi = {meet_by_mpi, start_by_mpi, test_by_mpi};
 
 static PyObject *Between_Test(Between *self, PyObject *ignored) {
   (void)ignored;
-  int there = test_some(self, TESTS_BETWEEN);
+  int there = test_some(self, self->tests);
   return there < 0 ? NULL : PyBool_FromLong(there);
 }
 
@@ -481,7 +480,7 @@ static PyObject *Between_complete(Between *self, PyObject *pending) {
   if (!request) return NULL;
   int yields = most_yields(self, YIELDS / 8); /* Python looks at its clock in between */
   for (int i = 0;; i++) {
-    for (int k = 0; k < TESTS_BETWEEN; k++) {
+    for (int k = 0; k < self->tests; k++) {
       int done = 0, code = self->mpi_test(request, &done, self->status);
       if (code) {
         failed(self, code);
@@ -521,11 +520,12 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   PyObject *sent, *received, *address_of, *fail, *owner;
   unsigned long long request, status, start, test, iallreduce, iallgather;
   unsigned long long comm, byte, element_type, op;
-  int rank, size, tests;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOiiiLKK(KKKK)(KKKK)OOO", names, &sent,
-                                   &received, &rank, &size, &tests, &self->key, &request,
-                                   &status, &start, &test, &iallreduce, &iallgather, &comm,
-                                   &byte, &element_type, &op, &address_of, &fail, &owner))
+  int rank, size, first_tests, tests;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOii(ii)LKK(KKKK)(KKKK)OOO", names, &sent,
+                                   &received, &rank, &size, &first_tests, &tests, &self->key,
+                                   &request, &status, &start, &test, &iallreduce, &iallgather,
+                                   &comm, &byte, &element_type, &op, &address_of, &fail,
+                                   &owner))
     return -1;
   if (PyObject_GetBuffer(sent, &self->sent, PyBUF_WRITABLE)) return -1;
   if (PyObject_GetBuffer(received, &self->received, PyBUF_WRITABLE)) {
@@ -553,7 +553,8 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   open_carrier(&self->carrier, &mpi, rank, size, &self->verdict);
   self->room = element - sizeof(md_header);
   self->share = self->merges ? self->room / (size_t)size / 8 * 8 : self->room;
-  self->first_tests = tests;
+  self->first_tests = first_tests;
+  self->tests = tests;
   self->who = -1;
   self->persistent = (void *)(uintptr_t)request;
   self->status = (void *)(uintptr_t)status;
@@ -635,7 +636,7 @@ PyTypeObject BetweenType = {
         "Args:\n    sent: a buffer for this rank's element.\n"
         "    received: for the elements of all ranks, or for the one that MPI merges.\n"
         "    rank: this one.\n    size: the number of ranks.\n"
-        "    tests: how often to test before the first yield.\n"
+        "    tests: how often to test before the first yield, and before each later one.\n"
         "    key: the same on all ranks; of no other `Between` of this process that merges.\n"
         "    request: the address of a persistent request; 0 without one.\n"
         "    status: the address of an MPI_Status.\n"

@@ -119,7 +119,7 @@ class World:
             self.received[rank],
             rank,
             self.size,
-            tests,
+            (tests, 4),
             self.key,
             ctypes.addressof(cell) if self.persistent else 0,
             0,
@@ -367,7 +367,7 @@ def test_no_object_is_half_made(kind: str) -> None:
 
 def rest_of(world: World) -> tuple[Any, ...]:
     functions = tuple(ctypes.cast(f, _POINTER).value or 0 for f in world.functions)
-    return (4, 1, 1, 0, functions, (1, 1, 1, 0), print, print, world)
+    return ((4, 4), 1, 1, 0, functions, (1, 1, 1, 0), print, print, world)
 
 
 def test_memory_that_is_not_one_of_elements_is_refused() -> None:
