@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from mpidist._mpi.allreduce_algorithm import (
 from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
 from mpidist._mpi.ops import op_of
 from mpidist._mpi.requests import Transfer, Waiter
+
+_MOST_UNIFIED: Final = 2**16  # bytes
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
@@ -211,6 +213,7 @@ class BufferCollectives:
         )
         yield
         self.finish(transfer)
+        _unify_nans(target)
         reduction.conclude(part)
 
     def _exchange(
@@ -413,3 +416,10 @@ def split(texts: HostArray, counts: list[int]) -> list[bytes]:
     """Return the bytes of each rank."""
     ends = itertools.accumulate(counts)
     return [texts[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
+
+
+def _unify_nans(total: HostArray) -> None:
+    """Do as ``md_unify_nans`` of the core (``_native/kernels.h``), for all kinds."""
+    if total.nbytes <= _MOST_UNIFIED and total.dtype.kind in "fc":
+        parts = total.view(total.real.dtype)
+        parts[np.isnan(parts)] = np.nan

@@ -385,6 +385,26 @@ size_t md_itemsize(const md_kernel *kernel)
     return kernel->itemsize;
 }
 
+/* --- NaN -------------------------------------------------------------------------- */
+
+enum { MOST_UNIFIED = 1 << 16 }; /* bytes */
+
+#define UNIFY(TYPE)                                                                    \
+    for (size_t i = 0; i < nbytes / sizeof(TYPE); i++) {                               \
+        const TYPE x = ((TYPE *)sum)[i];                                               \
+        ((TYPE *)sum)[i] = x == x ? x : (TYPE)NAN;                                     \
+    }
+
+void md_unify_nans(const md_kernel *kernel, void *sum, size_t nbytes)
+{
+    const char kind = kernel->dtype[0];
+    const size_t size = kernel->itemsize / (kind == 'c' ? 2 : 1);
+    if (kernel->op != MD_SUM || (kind != 'f' && kind != 'c') || nbytes > MOST_UNIFIED)
+        return; /* other operations are ours, and keep the order of ranks */
+    if (size == sizeof(float)) UNIFY(float)
+    if (size == sizeof(double)) UNIFY(double)
+}
+
 /* --- pieces ----------------------------------------------------------------------- */
 
 /* Elements [start, start + count) into one destination; see the head of the file. */

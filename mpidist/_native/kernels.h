@@ -62,6 +62,11 @@ size_t md_itemsize(const md_kernel *kernel);
 void md_reduce(const md_kernel *kernel, void *const *dst, int m, const void *const *src, int n,
                size_t count, unsigned divisor);
 
+/* Replace each NaN by one: of a sum that MPI has made of `nbytes`, if it is of floats and small.
+   Which NaN the sum of two is depends on their order, and MPI may add a small array on each rank,
+   in an order of its own (MPICH: up to 2 KiB).  An element of a large one is added on one rank. */
+void md_unify_nans(const md_kernel *kernel, void *sum, size_t nbytes);
+
 /* Put the thread into the state that a program starts with: round to nearest, keep subnormal
    numbers.  Return what `md_leave_default_state` needs to put it back.  For sums that others
    than `md_reduce` make, such as those of MPI. */

@@ -289,9 +289,10 @@ static void take_sum(Between *self, const md_small *small, const unsigned char *
     const md_leaf *leaf = &small->nest->leaves[i];
     const void *source = payloads[0] + leaf->start;
     void *out = small->results[i];
-    if (source == out && !leaf->divisor) continue;
-    md_reduce(leaf->kernel, &out, 1, &source, 1, leaf->nbytes / md_itemsize(leaf->kernel),
-              leaf->divisor);
+    if (source != out || leaf->divisor)
+      md_reduce(leaf->kernel, &out, 1, &source, 1, leaf->nbytes / md_itemsize(leaf->kernel),
+                leaf->divisor);
+    md_unify_nans(leaf->kernel, out, leaf->nbytes);
   }
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from launching import run_ranks
+from replicas import all_reduce, core_by_mpi, everywhere
 
 from mpidist._collectives import bits
 
@@ -40,3 +42,19 @@ assert strategy.communication_statistics().mpi_calls["Ireduce"] == 1
     done = run_ranks(3, ["-c", code], timeout=100, env={"MPIDIST_SIMULATED_NODES": "3"})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("gives ranks different bits") == 1
+
+
+@core_by_mpi
+@pytest.mark.parametrize("implementation", ["AUTO", "DIRECT"])
+def test_sums_of_different_nans_are_the_same_one(
+    new_strategy, rank, size, implementation, monkeypatch
+):
+    """MPICH adds up to 2 KiB on each rank, which begins with its own numbers."""
+    monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(size))
+    strategy = new_strategy(implementation=implementation)
+    nan = np.uint64(0x7FF8 << 48) + np.uint64(rank + 1)
+    for dtype in ("float64", "complex128"):
+        x = np.full(200, nan | np.uint64(rank % 2 << 63), np.uint64).view(dtype)
+        for op in ("SUM", "MEAN", "PROD"):
+            found = everywhere(all_reduce(strategy, op, x).tobytes())
+            assert found == [found[0]] * size, (dtype, op)
