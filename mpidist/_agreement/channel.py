@@ -1,7 +1,7 @@
-"""Where ranks exchange headers.
+"""Channels, over which ranks exchange headers.
 
 A *channel* lets all ranks say what they are about to do, and tells each what all have
-said. `Channel` is what the guard asks of one. There is one for each medium: the memory
+said. `Channel` is the interface of all. There is one for each medium: the memory
 of a node (``core.Channel``), MPI between nodes (``core.Between``), both in the native
 core; `ExchangeChannel` for MPI without the core, and for replicas that are threads; and
 `SelfChannel` for one rank.
@@ -68,7 +68,7 @@ integer. A plain tuple, since the core makes one for every header."""
 
 
 class Channel(Protocol):
-    """What the guard asks of a channel."""
+    """The interface that the guard uses to exchange headers with the other ranks."""
 
     who: int
     pause: Callable[[float], None] | None
@@ -260,7 +260,7 @@ class ExchangeChannel:
         return self._judge(request.result) if request.Test() else None
 
     def missing(self) -> list[int]:
-        """Return an empty list: what comes from all at once says nothing about each."""
+        """Return an empty list: a collective of MPI does not tell who is missing."""
         return []
 
     def leave(self) -> None:

@@ -217,17 +217,26 @@ class Waits:
         if state.async_calls is not None:
             state.async_calls.look()
         timeout = state.timeout
-        post_after = min(self._stall, timeout / 2) if timeout else self._stall
         breakdown.check_lives(what)
         if breakdown.state is State.TOLD:
             raise breakdown.error()
         if breakdown.read_notices():
             return
-        notices = breakdown.notices
-        notices.is_for_data = self._awaited is not None or state.channel.moves
+        self._tell(what, current, timeout)
+        if timeout and waited >= timeout:
+            wait = self._describe(what)
+            raise breakdown.give_up_on(wait, self._why(wait, timeout))
+
+    def _tell(self, what: str, current: _Current, timeout: float) -> None:
+        """If this wait is long, or others wait, post a notice, and warn the user."""
+        notices, waited = self._breakdown.notices, current.waited
+        notices.is_for_data = (
+            self._awaited is not None or self._call_state.channel.moves
+        )
         longest = notices.longest_wait(what)
         if current.came_late is None:
             current.came_late = longest > 0
+        post_after = min(self._stall, timeout / 2) if timeout else self._stall
         if waited < post_after and not notices.others_wait():
             return
         wait = self._describe(what)
@@ -239,8 +248,6 @@ class Waits:
             current.reported = notices.are_quiet()
             if current.reported:
                 self._report(wait, longest)
-        if timeout and waited >= timeout:
-            raise breakdown.give_up_on(wait, self._why(wait, timeout))
 
     def _report(self, wait: Wait, waited: float) -> None:
         """Warn the user: which ranks are missing, and their stacks."""

@@ -186,7 +186,7 @@ def told_by(error: BaseException) -> str | None:
 
 
 def as_told(error: _E, by: str = "") -> _E:
-    """Note that all ranks know of an exception: those of ``by``, a communicator."""
+    """Note on an exception that all ranks of the communicator ``by`` know of it."""
     error.__dict__[_TOLD] = by
     return error
 

@@ -71,7 +71,7 @@ class Packed:
 
     @functools.cached_property
     def checksums(self) -> dict[str, int]:
-        """Those of the arrays."""
+        """The checksums of the arrays, by name."""
         return {name: checksum(x) for name, x in self.arrays.items()}
 
     @property

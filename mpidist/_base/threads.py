@@ -37,7 +37,7 @@ class ThreadReplica(Protocol):
         """Return the settings for replicas that are threads."""
 
     def group_of_itself(self) -> Any:
-        """Return what is for a thread what COMM_SELF is for a process."""
+        """Return a communicator of this thread alone, as MPI.COMM_SELF of a process."""
 
     def connect(self, comm: Any, waits: Any) -> Any:
         """Return a communicator over the replicas. Collective.

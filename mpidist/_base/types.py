@@ -79,11 +79,11 @@ class Array(Protocol):
 
     @property
     def flags(self) -> Any:
-        """What is known of its memory: ``c_contiguous`` and others."""
+        """The layout of its memory, such as ``c_contiguous``."""
 
     @property
     def T(self) -> Self:  # noqa: N802  # NumPy's name
-        """It with its dimensions reversed."""
+        """The transposed array, a view."""
 
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __len__(self) -> int: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from mpidist._agreement.mismatch import Call
@@ -117,17 +117,9 @@ def _gather(
     sent: list[str] = []
     for i, item in enumerate(items):
         all_sums = [row[i][1] for row in rows]
+        # On some rank: a module may lack it on another one.
         shared = set().union(*(row[i][2] for row in rows))
-        for array in dict.fromkeys(array for each in all_sums for array in each):
-            column = [each.get(array) for each in all_sums]
-            found = difference_in(column)
-            if not found.drifted:
-                continue
-            if array in shared:  # on some rank: a module may lack it on another one
-                raise _drifted(call, array, found, _OF_TENSORS)
-            mine = column[call.rank]
-            if mine is not None and (call.rank == 0 or mine != column[0]):
-                sent.append(array)
+        sent += _arrays_to_send(call, all_sums, shared)
         values[item.name] = []
         for rank, row in enumerate(rows):  # with the names of arrays unlike rank 0's
             value, sums, _ = row[i]
@@ -143,6 +135,31 @@ def _gather(
     for rank, part in enumerate(call.comm.all_gather_objects(data)):
         others: dict[str, HostArray] = pickle.loads(part)
         arrays |= {_on_rank(name, rank, taken): x for name, x in others.items()}
+
+
+def _arrays_to_send(
+    call: CollectiveCall, all_sums: list[dict[str, int]], shared: Collection[str]
+) -> Iterator[str]:
+    """Yield the names of the arrays of a state of which this rank sends its own copy.
+
+    Args:
+        call: the save.
+        all_sums: of each rank the checksums of the arrays, by name.
+        shared: the names of arrays that must be equal on all ranks.
+
+    Raises:
+        CollectiveMismatchError: if one of those differs (on all ranks).
+    """
+    for array in dict.fromkeys(array for each in all_sums for array in each):
+        column = [each.get(array) for each in all_sums]
+        found = difference_in(column)
+        if not found.drifted:
+            continue
+        if array in shared:
+            raise _drifted(call, array, found, _OF_TENSORS)
+        mine = column[call.rank]
+        if mine is not None and (call.rank == 0 or mine != column[0]):
+            yield array
 
 
 def _on_rank(array: str, rank: int, taken: Collection[str]) -> str:

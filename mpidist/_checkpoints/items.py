@@ -126,7 +126,7 @@ class StateItem(Item):
 
 
 def first_state(states: list[State]) -> State:
-    """Return the state of replica 0; the ``merge`` of an item of which that is all."""
+    """Return the state of replica 0: the ``merge`` of items that save no other."""
     return states[0]
 
 

@@ -23,7 +23,14 @@ import gc
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, Final
 
 import numpy as np
@@ -42,7 +49,7 @@ from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._values.storage import VariableStorage
-from mpidist._values.variable import storage_of, when_made
+from mpidist._values.variable import Variable, storage_of, when_made
 
 _numbers: Final = itertools.count(1)
 _all: Final[weakref.WeakValueDictionary[int, Restore]] = weakref.WeakValueDictionary()
@@ -187,20 +194,42 @@ class Restore:
         manifest = manifest_of(reader)
         saved = dict.fromkeys([*manifest.arrays, *manifest.states])
         own = {item.name: item.names_in(saved) for item in items}
-        slots = [x for x in items if isinstance(x, VariableItem) and x.count]
-        built = {slot.count for slot in slots if own[slot.name]}
-        zero = [x for x in slots if x.count in saved and x.count not in built]
-        given = {x.name for x in zero}.union(name for name, has in own.items() if has)
-        found = [x for x in items if x.name in given]
-        missing = [x.name for x in items if x.name not in given and not x.is_optional]
+        zero = _slots_not_saved(items, saved, own)
+        found = [x for x in items if own[x.name] or x.name in zero]
         # A state that is an array itself has an array of its own name.
         parts = {*manifest.of_states(manifest.states)}.difference(manifest.states)
         known = parts.union(*own.values())
         left = [name for name in saved if name not in known]
+        self._require_fit(call, reader, items, found, left)
+        states = {
+            x.name: manifest.states[x.name] for x in found if isinstance(x, StateItem)
+        }
+        names = itertools.chain(*(x.names_in(manifest.arrays) for x in found))
+        needed = dict.fromkeys([*names, *manifest.of_states(states)])
+        arrays |= read_arrays(reader, needed)
+        for name, variable in zero.items():
+            arrays[name] = np.zeros(variable.shape, variable.dtype)
+        kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+        return Found([x.name for x in found], states, kinds, manifest.replicas, left)
+
+    def _require_fit(
+        self,
+        call: CollectiveCall,
+        reader: CheckpointReader,
+        items: Sequence[Item],
+        found: Sequence[Item],
+        left: list[str],
+    ) -> None:
+        """Raise a CheckpointError with a list of what does not fit, if anything."""
         lines = [problem for x in found if (problem := problem_of(x, reader))]
         hint = ""
-        common = any(map(self._outer, saved))
+        manifest = manifest_of(reader)
+        common = any(map(self._outer, [*manifest.arrays, *manifest.states]))
         if not (self._partial and (common or not items)):
+            given = {x.name for x in found}
+            missing = [
+                x.name for x in items if x.name not in given and not x.is_optional
+            ]
             if missing:
                 lines.append(f"missing in the checkpoint: {listed(missing)}")
             if left:
@@ -211,15 +240,6 @@ class Restore:
                 hint = "Write `partial=True` to restore what both have, now or later. "
         if lines:
             raise unfit(call, f" {reader.path!r}", lines, hint)
-        states = {
-            x.name: manifest.states[x.name] for x in found if isinstance(x, StateItem)
-        }
-        names = itertools.chain(*(x.names_in(manifest.arrays) for x in found))
-        needed = dict.fromkeys([*names, *manifest.of_states(states)])
-        arrays |= read_arrays(reader, needed)
-        arrays |= {x.name: np.zeros(x.variable.shape, x.variable.dtype) for x in zero}
-        kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
-        return Found([x.name for x in found], states, kinds, manifest.replicas, left)
 
     def _begin(self, left: list[str]) -> None:
         """Note what was left; earlier restores leave to this one what it has."""
@@ -397,6 +417,25 @@ class Restore:
 
     def __del__(self) -> None:
         self.warn()
+
+
+def _slots_not_saved(
+    items: Sequence[Item],
+    saved: Mapping[str, object],
+    names: Mapping[str, Collection[str]],
+) -> dict[str, Variable]:
+    """Return the slots, by name, of optimizers that were saved before they were built.
+
+    Args:
+        items: those that are restored.
+        saved: what the checkpoint has, by name.
+        names: those in the checkpoint of each item.
+    """
+    slots = [x for x in items if isinstance(x, VariableItem) and x.count]
+    built = {slot.count for slot in slots if names[slot.name]}
+    return {
+        x.name: x.variable for x in slots if x.count in saved and x.count not in built
+    }
 
 
 def unnoticed(names: list[str]) -> str:

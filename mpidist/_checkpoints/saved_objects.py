@@ -66,7 +66,7 @@ class SavedObjects:
             tell(True)
 
     def __when_attached__(self, call: Callable[[bool], None]) -> None:
-        """Have a function called when something is attached, as those of a module."""
+        """Call a function before and after each assignment, as a module does."""
         if call not in self._told:
             self._told = [call, *filter(None, self._told)]
 

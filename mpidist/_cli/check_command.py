@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
@@ -223,6 +223,17 @@ _CHECKS: Final[dict[str, Callable[[_Job], Finding]]] = {
 }
 
 
+def _run_checks(job: _Job, names: Sequence[str]) -> Iterator[tuple[str, Finding]]:
+    """Make checks, and yield what each has found on all ranks. Collective."""
+    failed = False
+    for name in names:
+        found = attempt(job, _CHECKS[name])
+        if found.advice == BUG and failed:
+            found = dataclasses.replace(found, advice="see above")
+        failed |= found.state == FAILED
+        yield name, found
+
+
 def check(arguments: Sequence[str]) -> int:
     """Run `mpidist check` with these arguments; return the exit code. Collective."""
     parser = Parser("check", _DESCRIPTION)
@@ -237,11 +248,8 @@ def check(arguments: Sequence[str]) -> int:
     names = ["ranks"] if job.stranger else list(_CHECKS)  # others would fail for this
     if given.folder is None and not job.stranger:
         names.remove("folder")
-    rows: list[dict[str, object]] = []
-    for name in names:
-        found = attempt(job, _CHECKS[name])
-        if found.advice == BUG and any(row["state"] == FAILED for row in rows):
-            found = dataclasses.replace(found, advice="see above")
+    rows = []
+    for name, found in _run_checks(job, names):
         rows.append({"name": name, **dataclasses.asdict(found)})
         if not given.json:
             say(f"{name:<15} {found.state:<6}  {found.text}")

@@ -66,7 +66,7 @@ def info(arguments: Sequence[str]) -> int:
 
 
 def _describe(job: Job, device: str) -> tuple[dict[str, list[str]], list[str]]:
-    """Return lines under names, and what is wrong, on all ranks. Collective.
+    """Return the lines to print, by their names, and the problems. Collective.
 
     Args:
         job: the ranks.

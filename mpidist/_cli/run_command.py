@@ -8,6 +8,7 @@ with the command, which can be typed instead.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -87,6 +88,40 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: if the arguments are wrong, or if there is no mpirun.
     """
+    given, words = _parse(arguments)
+    launch = launcher.find_launch()
+    if launch is not None:
+        raise UsageError(
+            f"this process was itself started by {launch.launcher}; start `mpidist "
+            f"run` alone, or write `{launch.launcher.split()[0]} ... python "
+            f"{given.program}`"
+        )
+    try:  # else each rank would say it, after each restart
+        read_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    num_ranks = given.n or count_cores()
+    mpirun = find_mpirun()
+    version = version_of(mpirun)
+    if given.elastic:
+        check_elastic(version)
+    command = [
+        *(mpirun, *(_WITH_ULFM if given.elastic else []), "-n", str(num_ranks)),
+        *(sys.executable, *(["-m"] if given.m else []), given.program),
+        *words,
+    ]
+    added = settings(num_ranks, version, os.environ)
+    shown = shlex.join([f"{name}={value}" for name, value in added.items()] + command)
+    print(f"mpidist run: {shown}", file=sys.stderr, flush=True)
+    if given.dry_run:
+        return 0
+    environment = {**os.environ, **added}
+    job = Supervisor(command, environment, given.restarts, outlives_ranks=given.elastic)
+    return job.run()
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options with the program, and the arguments of the program."""
     parser = Parser("run", _DESCRIPTION, _USAGE)
     add = parser.add_argument
     text = "the number of ranks (default: the cores that this process may use)"
@@ -114,35 +149,7 @@ def run(arguments: Sequence[str]) -> int:
         problem = _problem_of(given.program)
         if problem:
             parser.error(f"expected PROGRAM to be a Python file, got {problem}")
-    launch = launcher.find_launch()
-    if launch is not None:
-        raise UsageError(
-            f"this process was itself started by {launch.launcher}; start `mpidist "
-            f"run` alone, or write `{launch.launcher.split()[0]} ... python "
-            f"{given.program}`"
-        )
-    try:  # else each rank would say it, after each restart
-        read_environment()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    num_ranks = given.n or count_cores()
-    mpirun = find_mpirun()
-    version = version_of(mpirun)
-    if given.elastic:
-        check_elastic(version)
-    command = [
-        *(mpirun, *(_WITH_ULFM if given.elastic else []), "-n", str(num_ranks)),
-        *(sys.executable, *(["-m"] if given.m else []), given.program),
-        *words[end + 1 :],
-    ]
-    added = settings(num_ranks, version, os.environ)
-    shown = shlex.join([f"{name}={value}" for name, value in added.items()] + command)
-    print(f"mpidist run: {shown}", file=sys.stderr, flush=True)
-    if given.dry_run:
-        return 0
-    environment = {**os.environ, **added}
-    job = Supervisor(command, environment, given.restarts, outlives_ranks=given.elastic)
-    return job.run()
+    return given, words[end + 1 :]
 
 
 def _program_index(words: Sequence[str]) -> int:

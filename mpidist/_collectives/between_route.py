@@ -32,7 +32,7 @@ _MOST_RUNS: Final = 8
 
 def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     """Return the plan of a nest, if ranks exchange headers by MPI, in the core."""
-    leaves, comm = signature.leaves, resources.comm
+    comm = resources.comm
     channel = between_of(resources.guard.channel)
     if channel is None or not channel.room or not resources.guard.enabled:
         return None
@@ -49,19 +49,27 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     algorithm = None
     if nbytes > channel.room:
         algorithm = comm.buffers.algorithm
-        copied = algorithm.gathers or len(leaves) > 1
-        most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
-        most = min(most, algorithm.exchanged_bytes - 1)
-        kinds = [(x.reduction.compute, x.reduction.combining) for x in leaves]
+        if nbytes > _most_bytes(resources, signature, algorithm):
+            return None
+        kinds = [(x.reduction.compute, x.reduction.combining) for x in signature.leaves]
         runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
-        if resources.nodes is not None:
-            most = min(most, nodes.LEAST_BYTES - 1)
-        if nbytes > most or runs > _MOST_RUNS:
+        if runs > _MOST_RUNS:
             return None
     if not nbytes:
         return None
     core = _new_core(resources, signature, algorithm)
     return CoreReduce(resources, signature, "between", core)
+
+
+def _most_bytes(
+    resources: Resources, signature: Signature, algorithm: Algorithm
+) -> int:
+    """Return up to which size this is the route of nests without room in the header."""
+    copied = algorithm.gathers or len(signature.leaves) > 1
+    most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
+    if resources.nodes is not None:
+        most = min(most, nodes.LEAST_BYTES - 1)
+    return min(most, algorithm.exchanged_bytes - 1)
 
 
 def has_same_bits(resources: Resources) -> bool:

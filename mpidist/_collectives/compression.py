@@ -154,7 +154,7 @@ class Compression:
         self._next = 0
 
     def begin(self) -> Compression:
-        """Begin a call: the next buffers are those of the last call, in its order."""
+        """Begin a call: its buffers have the errors of the last call's, in order."""
         self._next = 0
         return self
 

@@ -159,7 +159,7 @@ class CoreReduce(Plan):
             ]
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
-        """Do as a call, if the arrays have the signature; see `Plan`."""
+        """Run the plan if the arrays have its signature; otherwise return None."""
         return self._run(arrays, self.call, timeout) if self._plain else None
 
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:

@@ -144,7 +144,7 @@ def _part_of(signature: Signature, members: list[int], lossy: bool) -> Signature
 
 
 class _Call(NamedTuple):
-    """What a call needs of each leaf."""
+    """The arrays of one call, one for each leaf."""
 
     sources: list[Array]  # the core reads them
     sums: list[Any]  # the core writes them
@@ -242,7 +242,7 @@ class Group:
             self._send(peers, self._slice)
 
     def _send(self, peers: BufferCollectives, piece: HostArray) -> None:
-        """Start to reduce a slice over the peers, or to gather those of all."""
+        """Start to all-reduce a slice over the peers, or to all-gather theirs."""
         comm, begun, scratch = peers.comm, self._transfers, self._nodes.scratch
         if peers.algorithm.gathers:
             self._copies = rows = scratch[: piece.size * peers.size]

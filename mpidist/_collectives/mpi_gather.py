@@ -1,4 +1,4 @@
-"""All-gathers by the transports of a call: what is known of leaves, and the plan.
+"""The plan of all-gathers by the transports of a call, and its signature.
 
 MPI concatenates (``Iallgather``, ``Iallgatherv``), once for each array, or once for all
 if they are small. The header says whether the lengths are the same on all ranks, which
@@ -37,7 +37,7 @@ HAVE_MEMORY: Final = Call("all_gather, with memory for the result")
 
 @record
 class GatherLeaf:
-    """What is known of a leaf: everything except its values and its length.
+    """The dtype and shape of a leaf, without its length along the axis.
 
     Attributes:
         dtype: of the elements.
@@ -71,7 +71,7 @@ class GatherLeaf:
 
 @record
 class GatherSignature:
-    """What is known of a call before its values and lengths.
+    """The signature of an all-gather: all that its plan depends on.
 
     Attributes:
         call: what the header says.
@@ -87,7 +87,7 @@ class GatherSignature:
 
 
 class Message(NamedTuple):
-    """What MPI gathers in one call: one leaf, or several that are packed.
+    """The buffers of one call of MPI: of one leaf, or of several that are packed.
 
     Attributes:
         leaves: their numbers.
@@ -117,7 +117,7 @@ class Memory(NamedTuple):
 
     @property
     def where(self) -> tuple[int, Array | None]:
-        """What the core needs to fill the results: the offset, or the one block."""
+        """The offset of the results in the arena, and their block if there is one."""
         blocks = [message.receive for message in self.messages if not message.unpacks]
         alone = len(blocks) == len(self.results) == 1
         return self.offset, blocks[0] if alone else None

@@ -38,7 +38,7 @@ simulated nodes of two ranks 16 KiB took 3.9 times raw MPI's time, and 1.1 witho
 
 @record
 class Nodes:
-    """One of several nodes, as a rank sees it.
+    """This rank's node, in a job of several, and its peers on the others.
 
     Attributes:
         node: the memory of its ranks.
@@ -72,7 +72,7 @@ class Nodes:
 
 @record
 class SharedMemory:
-    """What the ranks of a strategy share, if anything; the same on all ranks.
+    """The shared memory of the ranks of a strategy, if any; the same on all ranks.
 
     Attributes:
         node: the memory of one node.

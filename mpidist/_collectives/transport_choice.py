@@ -35,7 +35,7 @@ _told: set[str] = set()
 
 @record
 class Finding:
-    """What one rank finds.
+    """The facts of one rank on which the choice of transports depends.
 
     Attributes:
         wanted: the name of the requested `CommunicationImplementation`.
@@ -58,7 +58,7 @@ class Finding:
 
 @record
 class Decision:
-    """What all ranks decide from their findings.
+    """The choice of transports, the same on all ranks.
 
     Attributes:
         transport: of GPU buffers, if AUTO is requested and NCCL is not used.
@@ -339,7 +339,7 @@ class TransportChoice:
             self._nccl = None
 
     def abandon(self) -> None:
-        """Do what `close` does, without the other ranks. Not collective."""
+        """Release them without the other ranks, which may be lost. Not collective."""
         if self._nccl is not None:
             self._nccl.abort()
             self._nccl = None

@@ -101,7 +101,7 @@ class Writer:
 
     @functools.cached_property
     def known(self) -> dict[int, int]:
-        """The numbers of what every rank has, by their ids."""
+        """The numbers of the objects that every rank has, by id."""
         known = (*_OURS, *self._group.public_objects)
         return dict(zip(map(id, known), range(len(known)), strict=True))
 
@@ -187,7 +187,7 @@ def _parts_of(
 
 
 class _Pickler(Pickler):  # type: ignore[misc]
-    """Pickles references in place of what every rank has.
+    """Pickles a command, with references to objects that every rank has.
 
     Attributes:
         references: of the objects until now.

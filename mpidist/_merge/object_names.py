@@ -132,7 +132,7 @@ class Names:
             parts = () if kind is THING else parts_of(reached[current], kind, home)
 
     def parts(self, x: Any) -> Iterable[Part]:
-        """Return what is directly in an object that was reached."""
+        """Return the parts of an object (items, attributes) with their names."""
         kind = kind_of(type(x))
         if kind is None or x is self._home:
             return ()

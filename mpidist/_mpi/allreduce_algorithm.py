@@ -1,4 +1,4 @@
-"""Of which of MPI's collectives an all-reduce of a large buffer is made."""
+"""The choice of MPI's collectives for an all-reduce of a large buffer."""
 
 from __future__ import annotations
 

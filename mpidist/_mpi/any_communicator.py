@@ -23,7 +23,7 @@ MESSAGE_BYTES: Final = 1016
 
 
 class AnyCommunicator:
-    """What the rooms ask of a communicator; as it is here, that of one rank.
+    """The interface of all communicators, and its implementation for one rank.
 
     Attributes:
         rank: of this process.

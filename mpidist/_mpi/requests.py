@@ -20,14 +20,14 @@ class Request(Protocol):
 
     @property
     def result(self) -> Any:
-        """What it returns, once it has completed."""
+        """The result of the communication, once it has completed."""
 
 
 Begun: TypeAlias = deque[tuple[int, Any]]
 """The number of the last header that was begun, and what it uses: one entry."""
 
 StartHeader: TypeAlias = Callable[[tuple[int, ...], Begun], Request]
-"""Starts to send the integers of each rank to all; its result are those of each."""
+"""Starts an all-gather of integers; the request's result has a row for each rank."""
 
 
 class Transfer:
@@ -72,7 +72,7 @@ class Transfer:
 
     @property
     def result(self) -> Any:
-        """What was received, once it has completed."""
+        """The received data, once the communication has completed."""
         return None if self._read is None else self._read()
 
     def leak(self) -> None:
@@ -81,7 +81,7 @@ class Transfer:
 
 
 class Waiter(Protocol):
-    """What waits for the requests of a communicator, with a deadline."""
+    """Waits for the requests of a communicator, with a deadline."""
 
     def wait(self, request: Request, what: str) -> None:
         """Wait until a request has completed."""

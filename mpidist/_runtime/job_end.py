@@ -119,13 +119,7 @@ def end_job(
     # Ctrl-C reaches ranks one after the other: this one may already be here because of
     # another, and ends by what follows in any case.
     termination.ignore()
-    because_of_others = waits and (
-        (
-            isinstance(error, CollectiveError)
-            and not isinstance(error, ReplicaLostError)  # who began it is dead
-        )
-        or isinstance(error.__cause__, RemoteTraceback)
-    )
+    because_of_others = waits and _is_because_of_others(error)
     if because_of_others:
         _let_others_first()
     # Several ranks may fail at once: the lowest that lives prints, and ends the job.
@@ -149,15 +143,7 @@ def end_job(
 
     reporting.write(tell, _TELL_SECONDS)
     if show is not None and not reporting.is_stuck():
-        try:
-            show()  # in this thread: it may be a debugger
-        except SystemExit:
-            pass  # a way to end a hook, as the next one is to end a debugger
-        except Exception as failure:
-            if not isinstance(failure, getattr(sys.modules.get("bdb"), "BdbQuit", ())):
-                text = traceback.format_exc() + format_exception(error)
-                reporting.write_stderr(text)
-        reporting.flush_streams()
+        _show(show, error)
     if reporting.is_stuck() and gave_up():
         time.sleep(_UNREAD_SECONDS)  # until another, which may be read, ends the job
         _abort(1)
@@ -165,6 +151,28 @@ def end_job(
     # MPICH's launcher forwards nothing after it learns of the abort: give it time.
     time.sleep(_FORWARD_SECONDS)
     _abort(1)
+
+
+def _is_because_of_others(error: BaseException) -> bool:
+    """Whether a rank that lives has told this one of an error."""
+    if isinstance(error, ReplicaLostError):  # who began it is dead
+        return isinstance(error.__cause__, RemoteTraceback)
+    return isinstance(error, CollectiveError) or isinstance(
+        error.__cause__, RemoteTraceback
+    )
+
+
+def _show(show: Callable[[], Any], error: BaseException) -> None:
+    """Call the program's hook for an exception; if it fails, print the exception."""
+    try:
+        show()  # in this thread: it may be a debugger
+    except SystemExit:
+        pass  # a way to end a hook, as the next one is to end a debugger
+    except Exception as failure:
+        if not isinstance(failure, getattr(sys.modules.get("bdb"), "BdbQuit", ())):
+            text = traceback.format_exc() + format_exception(error)
+            reporting.write_stderr(text)
+    reporting.flush_streams()
 
 
 def let_threads_end(others: Sequence[threading.Thread] = ()) -> None:

@@ -237,7 +237,7 @@ def _offsets(
 
 
 def _find_waits(spans: Iterable[Span], roots: dict[int, int]) -> None:
-    """Set what was waited for.
+    """Set in each span how long it waited, and for which rank.
 
     Args:
         spans: all of them.

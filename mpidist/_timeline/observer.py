@@ -96,7 +96,7 @@ class Span:
 
 
 class Observer(Protocol):
-    """What is told of the calls of this rank, by the thread that makes them."""
+    """The interface that a trace or timeline implements, called in each thread."""
 
     def see(self, event: Event, span: Span, section: Span | None = None) -> None:
         """Something has begun, waits, or has ended.
@@ -119,7 +119,7 @@ Returns = Callable[[Any, Any], None]
 
 
 def observed(opens: Opens, returns: Returns | None = None) -> Callable[[_F], _F]:
-    """Mark a method: what observes it runs it in a context.
+    """Mark a method: observers run it in a context.
 
     Args:
         opens: makes the context.
@@ -134,7 +134,7 @@ def observed(opens: Opens, returns: Returns | None = None) -> Callable[[_F], _F]
 
 
 class _Here(threading.local):
-    """What is in progress in this thread; calls that were begun have one of their own.
+    """The call in progress in this thread; asynchronous calls have a thread of theirs.
 
     Attributes:
         span: of the call; None: there is none.

@@ -250,17 +250,7 @@ def _shard_by_file(stage: Stage, replicas: int, replica: int) -> Stage:
             "; write AutoShardPolicy.DATA"
         )
     opening = chain.pop()
-    batched = False
-    unknown = False  # to TensorFlow: the number of rows in a batch
-    for one in chain:
-        if one.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_BATCHES):
-            raise ValueError(
-                f"{_CALL}: AutoShardPolicy.FILE cannot be used with the `{one.method}` "
-                "after the `interleave`, since it would count the rows of each replica "
-                "separately; write AutoShardPolicy.DATA"
-            )
-        batched |= isinstance(one, Batch)
-        unknown |= not batched and one.method == "map" and not one.full
+    unknown = _check_later_stages(chain)
     if 0 <= opening.parent.size < replicas:
         raise ValueError(
             f"{_CALL}: AutoShardPolicy.FILE needs a file for each of {replicas} "
@@ -281,6 +271,28 @@ def _shard_by_file(stage: Stage, replicas: int, replica: int) -> Stage:
     bounds = [split_by_plan(rows, replicas, one, rows) for one in range(replicas)]
     sizes = [stop - start for start, stop in bounds]
     return Pieces([part], sizes[replica:] + sizes[:replica], unknown)
+
+
+def _check_later_stages(chain: Sequence[Any]) -> bool:
+    """Return whether TensorFlow would not know the number of rows in a batch.
+
+    Args:
+        chain: the stages after the `interleave`, from the last one to the first.
+
+    Raises:
+        ValueError: if a stage counts rows.
+    """
+    batched = unknown = False
+    for one in chain:
+        if one.method not in (_ROW_BY_ROW if batched else _ROW_BY_ROW + _OF_BATCHES):
+            raise ValueError(
+                f"{_CALL}: AutoShardPolicy.FILE cannot be used with the `{one.method}` "
+                "after the `interleave`, since it would count the rows of each replica "
+                "separately; write AutoShardPolicy.DATA"
+            )
+        batched |= isinstance(one, Batch)
+        unknown |= not batched and one.method == "map" and not one.full
+    return unknown
 
 
 class Pieces(Derived):

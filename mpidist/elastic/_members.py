@@ -51,7 +51,7 @@ HOW_TO_GO_ON: Final = (
 
 
 class Role(enum.IntEnum):
-    """How far the run was for a process, in the round before."""
+    """The state of a process at the end of the round before."""
 
     STARTING = enum.auto()  # it begins, or began with all others and nobody committed
     RUNNING = enum.auto()  # the replicas have commits; it is one, or a spare
@@ -59,7 +59,7 @@ class Role(enum.IntEnum):
 
 
 class Placement(NamedTuple):
-    """Who the replicas of a round are.
+    """The processes that are the replicas of a round.
 
     Attributes:
         places: for each replica the number, among those that made the commit, of the
@@ -78,7 +78,7 @@ class Placement(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a process has of a commit.
+    """A process's place among those that made a commit.
 
     Attributes:
         place: its number among those that made it; -1 if it does not have it.

@@ -1,4 +1,4 @@
-"""Means of what compares labels and predictions."""
+"""Metrics that are means of a comparison of labels and predictions."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs, _weighte
 
 
 class _OfColumns(_OfPairs):
-    """The base: sums over rows, of which each variable has one for each column."""
+    """The base of scores: each variable has a sum over the rows for each column."""
 
     _hint: str
 
@@ -34,7 +34,7 @@ class _OfColumns(_OfPairs):
         return *sums, *self._counts(true)
 
     def _parts(self, true: HostArray, pred: HostArray) -> tuple[HostArray, ...]:
-        """Return what is summed for each variable, of the shape of the predictions."""
+        """Return an array to sum for each variable, of the shape of the predictions."""
         raise NotImplementedError
 
     def _counts(self, true: HostArray) -> tuple[int, ...]:

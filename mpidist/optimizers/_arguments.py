@@ -12,7 +12,7 @@ import numpy as np
 from mpidist._base import backend, checksums
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.names import listed
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Array, DType, Nest
 from mpidist._base.variable_enums import VariableSynchronization
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -211,17 +211,23 @@ def as_gradient(
             )
         x = backend.like(array, x)
     if x.dtype != array.dtype:
-        of_int = kind == "number" and x.dtype.kind == "i"
-        if backend.number_kind(x.dtype) != "f" and not of_int:
-            write = f"gradient.astype({array.dtype.name!r})"
-            if x.dtype.kind == "c":
-                write = "gradient.real"
-            raise TypeError(
-                f"{call}: expected dtype {array.dtype.name}, got {backend.describe(x)}"
-                f"; write `{write}`"
-            )
-        x = x.astype(array.dtype)
+        x = _cast(x, kind, array.dtype, call)
     return backend.contiguous(x)
+
+
+def _cast(x: Array, kind: str, dtype: DType, call: str) -> Array:
+    """Return a gradient in a variable's dtype, if it is of floats or a Python int."""
+    of_int = kind == "number" and x.dtype.kind == "i"
+    if backend.number_kind(x.dtype) != "f" and not of_int:
+        write = f"gradient.astype({dtype.name!r})"
+        if x.dtype.kind == "c":
+            write = "gradient.real"
+        raise TypeError(
+            f"{call}: expected dtype {dtype.name}, got {backend.describe(x)}; write "
+            f"`{write}`"
+        )
+    cast: Array = x.astype(dtype)
+    return cast
 
 
 @dataclasses.dataclass(slots=True)
