@@ -82,12 +82,12 @@ def _new_core(
     resources: Resources, signature: Signature, algorithm: Algorithm | None
 ) -> _native.Reduce:
     """Return the nest in the core."""
-    guard, rows = resources.guard, signature.nest.rows
+    guard, leaves = resources.guard, signature.nest.core_leaves
     nbytes = sum(x.size * x.reduction.dtype.itemsize for x in signature.leaves)
     number = signature.call.fingerprint
-    arguments = guard.channel, rows, 0, number, guard.timeout_ms, True
+    arguments = guard.channel, leaves, 0, number, guard.timeout_ms, True
     if algorithm is None:
         return _native.core.Reduce(*arguments, nbytes=nbytes)
     handle = mpi_module()._handleof
-    handles = [tuple(map(handle, host_op(row.dtype, row.operation))) for row in rows]
+    handles = [tuple(map(handle, host_op(x.dtype, x.operation))) for x in leaves]
     return _native.core.Reduce(*arguments, algorithm[:3], handles, nbytes)

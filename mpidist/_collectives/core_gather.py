@@ -160,13 +160,13 @@ class ArenaGather(MpiGather):
         arrays: Sequence[Array],
         memory: Memory | None,
         timeout: float | None,
-        rows: list[Lengths] | None = None,
+        all_lengths: list[Lengths] | None = None,
     ) -> Results:
         """Return the results, now that all know the lengths of all. Collective."""
         guard = self._guard
         with guard.checking(self.call):
-            rows = self._core.lengths()
-            memory = self._in_arena([sum(n) for n in zip(*rows, strict=True)])
+            all_lengths = self._core.lengths()
+            memory = self._in_arena([sum(n) for n in zip(*all_lengths, strict=True)])
         guard.agree_on(HAVE_MEMORY, offset=memory.offset, timeout=timeout)
         if not guard.in_arenas:
             return super().gather(arrays, None, timeout)

@@ -73,7 +73,7 @@ def reduce_on_node(resources: Resources, signature: Signature) -> _native.Reduce
     assert node is not None
     return _native.core.Reduce(
         node.channel,
-        signature.nest.rows,
+        signature.nest.core_leaves,
         node.piece_bytes,
         signature.call.fingerprint,
         resources.guard.timeout_ms,

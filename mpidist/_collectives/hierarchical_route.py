@@ -173,8 +173,8 @@ class Group:
         self._core = core = reduce_on_node(resources, signature)
         self._compression = signature.compress() if signature.compress else None
         self._ranges = list(zip(core.starts, nest.sizes, strict=True))
-        self._runs = _find_runs(nest.rows, self._ranges)
-        self._divisor = max((row.divisor for row in nest.rows), default=0)
+        self._runs = _find_runs(nest.core_leaves, self._ranges)
+        self._divisor = max((x.divisor for x in nest.core_leaves), default=0)
         # Of the slice of this rank that is sent.
         self._first = 0
         self._slice: HostArray | None = None
@@ -304,12 +304,12 @@ class _Run(NamedTuple):
 
 
 def _find_runs(
-    rows: list[_native.ReduceLeaf], ranges: list[tuple[int, int]]
+    leaves: list[_native.ReduceLeaf], ranges: list[tuple[int, int]]
 ) -> list[_Run]:
     """Return the runs of a nest, in their order."""
     runs: list[_Run] = []
-    leaves = zip(rows, ranges, strict=True)
-    for name, run in itertools.groupby(leaves, lambda x: (x[0].dtype, x[0].operation)):
+    placed = zip(leaves, ranges, strict=True)
+    for name, run in itertools.groupby(placed, lambda x: (x[0].dtype, x[0].operation)):
         # With the bytes between them, which nobody reads.
         places = [place for _, place in run]
         runs.append(_Run(places[0][0], sum(places[-1]), *host_op(*name)))

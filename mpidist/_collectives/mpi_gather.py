@@ -86,7 +86,7 @@ class GatherSignature:
     on_host: bool
 
 
-class Message(NamedTuple):
+class Buffers(NamedTuple):
     """The buffers of one call of MPI: of one leaf, or of several that are packed.
 
     Attributes:
@@ -108,17 +108,17 @@ class Memory(NamedTuple):
     Attributes:
         results: of each leaf.
         offset: of their memory in this rank's arena; `NOWHERE`: they are not in it.
-        messages: what MPI sends and receives; for other gathers none.
+        buffers: what MPI sends and receives; for other gathers none.
     """
 
     results: list[Array]
     offset: int = NOWHERE
-    messages: Sequence[Message] = ()
+    buffers: Sequence[Buffers] = ()
 
     @property
     def where(self) -> tuple[int, Array | None]:
         """The offset of the results in the arena, and their block if there is one."""
-        blocks = [message.receive for message in self.messages if not message.unpacks]
+        blocks = [x.receive for x in self.buffers if not x.unpacks]
         alone = len(blocks) == len(self.results) == 1
         return self.offset, blocks[0] if alone else None
 
@@ -168,10 +168,10 @@ class MpiGather(Plan):
             except Exception as error:
                 raise guard.fail(self.call, error) from None
             value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
-            rows: list[Lengths] = [lengths] * comm.size
+            all_lengths: list[Lengths] = [lengths] * comm.size
             if not guard.agree_on(self.call, value, timeout=timeout):
-                rows = list(comm.all_gather_integers(lengths))
-            return self.gather(arrays, memory, timeout, rows)
+                all_lengths = list(comm.all_gather_integers(lengths))
+            return self.gather(arrays, memory, timeout, all_lengths)
 
     def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory | None:
         """Return memory for results, as if all ranks had arrays of these lengths.
@@ -187,7 +187,7 @@ class MpiGather(Plan):
         arrays: Sequence[Array],
         memory: Memory | None,
         timeout: float | None,
-        rows: list[Lengths] | None = None,
+        all_lengths: list[Lengths] | None = None,
     ) -> Results:
         """Return the results, now that all know the lengths of all. Collective.
 
@@ -195,38 +195,40 @@ class MpiGather(Plan):
             arrays: the leaves.
             memory: for results, if all lengths were those of this rank.
             timeout: seconds to wait for the others; None: the strategy's.
-            rows: the lengths of each rank; None: the core knows them.
+            all_lengths: the lengths of each rank; None: the core knows them.
         """
-        rows = self._core.lengths() if rows is None else rows
-        guard, own = self._guard, list(rows[self._comm.rank])
-        same = all(list(row) == own for row in rows)
+        all_lengths = self._core.lengths() if all_lengths is None else all_lengths
+        guard, own = self._guard, list(all_lengths[self._comm.rank])
+        same = all(list(lengths) == own for lengths in all_lengths)
         if memory is None or not same:  # on all ranks, or on none: see `guess`
             with guard.checking(self.call):
-                memory = self._reserve(arrays, rows)
+                memory = self._reserve(arrays, all_lengths)
             guard.agree(HAVE_MEMORY, timeout)
         with guard.payload(self.call):
-            for message in memory.messages:
-                counts = [self._nbytes(row, message.leaves) for row in rows]
-                transport = self._transports.of(message.send)
-                transport.all_gather(message.send, message.receive, counts)
-                if message.unpacks:
-                    self._unpack(message, counts, rows, memory.results)
+            for buffers in memory.buffers:
+                counts = [
+                    self._nbytes(lengths, buffers.leaves) for lengths in all_lengths
+                ]
+                transport = self._transports.of(buffers.send)
+                transport.all_gather(buffers.send, buffers.receive, counts)
+                if buffers.unpacks:
+                    self._unpack(buffers, counts, all_lengths, memory.results)
         return memory.results
 
-    def _nbytes(self, row: Lengths, leaves: Sequence[int] | None = None) -> int:
+    def _nbytes(self, lengths: Lengths, leaves: Sequence[int] | None = None) -> int:
         """Return the bytes of a rank's leaves; of all, or some."""
         numbers = range(len(self._leaves)) if leaves is None else leaves
-        return sum(self._leaves[i].row_bytes * row[i] for i in numbers)
+        return sum(self._leaves[i].row_bytes * lengths[i] for i in numbers)
 
-    def _reserve(self, arrays: Sequence[Array], rows: list[Lengths]) -> Memory:
+    def _reserve(self, arrays: Sequence[Array], all_lengths: list[Lengths]) -> Memory:
         every = range(len(self._leaves))
         results: list[Array] = []
         for i, (x, leaf) in enumerate(zip(arrays, self._leaves, strict=True)):
-            shape = leaf.shape(sum(row[i] for row in rows))
+            shape = leaf.shape(sum(lengths[i] for lengths in all_lengths))
             results.append(self._pool.empty_like(x, shape, leaf.dtype))
         limit = min(_PACKED_BYTES * len(every), _PACKED_BYTES_IN_ALL)
-        packs = self._packs and max(self._nbytes(row) for row in rows) <= limit
-        messages = []
+        packs = self._packs and max(map(self._nbytes, all_lengths)) <= limit
+        all_buffers = []
         for group in [every] if packs else [[i] for i in every]:
             parts: list[Any] = [
                 backend.as_bytes(backend.contiguous(arrays[i])) for i in group
@@ -234,26 +236,28 @@ class MpiGather(Plan):
             send = parts[0] if len(parts) == 1 else np.concatenate(parts)
             if not packs and self._leaves[group[0]].is_flat:
                 receive = backend.as_bytes(results[group[0]])
-                messages.append(Message(group, send, receive, unpacks=False))
+                all_buffers.append(Buffers(group, send, receive, unpacks=False))
                 continue
-            total = sum(self._nbytes(row, group) for row in rows)
+            total = sum(self._nbytes(lengths, group) for lengths in all_lengths)
             receive = backend.empty_like(send, (total,), np.uint8)
-            messages.append(Message(group, send, receive, unpacks=True))
-        return Memory(results, NOWHERE, messages)
+            all_buffers.append(Buffers(group, send, receive, unpacks=True))
+        return Memory(results, NOWHERE, all_buffers)
 
     def _unpack(
         self,
-        message: Message,
+        buffers: Buffers,
         counts: list[int],
-        rows: list[Lengths],
+        all_lengths: list[Lengths],
         results: list[Array],
     ) -> None:
         """Copy the arrays of all ranks into the results."""
         ends = [0] * len(self._leaves)  # along the axis
-        for row, start in zip(rows, itertools.accumulate([0, *counts]), strict=False):
-            for i in message.leaves:
-                leaf, length = self._leaves[i], row[i]
-                part = message.receive[start : start + length * leaf.row_bytes]
+        for lengths, start in zip(
+            all_lengths, itertools.accumulate([0, *counts]), strict=False
+        ):
+            for i in buffers.leaves:
+                leaf, length = self._leaves[i], lengths[i]
+                part = buffers.receive[start : start + length * leaf.row_bytes]
                 start += part.size
                 where = (*[slice(None)] * leaf.axis, slice(ends[i], ends[i] + length))
                 results[i][where] = backend.from_bytes(

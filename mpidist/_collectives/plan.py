@@ -80,7 +80,7 @@ class CoreNest:
             once.
 
     Attributes:
-        rows: what the core is told of each leaf.
+        core_leaves: each leaf as the core is told of it.
         shapes: shape and dtype of each leaf.
         sizes: bytes of each leaf.
         casts: whether some leaf is converted to another dtype first.
@@ -90,7 +90,7 @@ class CoreNest:
         self.shapes: list[tuple[Shape, DType]] = [
             (leaf.shape, _travels_as(leaf, wide)) for leaf in leaves
         ]
-        self.rows = [
+        self.core_leaves = [
             _native.ReduceLeaf(
                 _name_of(dtype),
                 leaf.reduction.combining,
@@ -114,7 +114,7 @@ class CoreNest:
     def has_kernels(self) -> bool:
         """Whether the core can reduce all leaves."""
         has_kernel = _native.core.has_kernel
-        return all(has_kernel(row.dtype, row.operation) for row in self.rows)
+        return all(has_kernel(x.dtype, x.operation) for x in self.core_leaves)
 
     def sources(self, arrays: Sequence[Array]) -> list[Array]:
         """Return arrays converted to the dtypes that the core takes."""
