@@ -69,9 +69,9 @@ class ReplicaContext:
         self._all_reduce = group.all_reduce
         self._all_gather = group.all_gather
         if not group.is_mpi:
-            no_thread = functools.partial(require_scope, "all_gather")
+            gathers = functools.partial(warn_of_own_value, "all_gather")
             self._all_reduce = checked(warn_of_own_value, group.all_reduce)
-            self._all_gather = checked(no_thread, group.all_gather)
+            self._all_gather = checked(gathers, group.all_gather)
 
     def __enter__(self) -> ReplicaContext:
         """Make this the current replica context."""

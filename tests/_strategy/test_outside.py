@@ -32,6 +32,7 @@ def found_in(call):
     [
         (outside, "all_reduce"),
         (lambda: mpidist.get_replica_context().all_reduce(np.add, 2.0), "all_reduce"),
+        (lambda: mpidist.get_replica_context().all_gather(np.ones(3), 0), "all_gather"),
         (lambda: mpidist.global_batch_size(np.ones(3)), "global_batch_size"),
         (lambda: mpidist.compute_average_loss(np.ones(3)), "global_batch_size"),
     ],
@@ -59,7 +60,6 @@ def test_none_where_it_is_meant(new_strategy, size):
         v = mpidist.Variable(1.0, aggregation="SUM")
         v.assign(2.0)
         mpidist.optimizers.SGD(0.1).apply_gradients([(1.0, v)])
-        mpidist.get_replica_context().all_gather(np.ones(2), axis=0)
         mpidist.compute_average_loss(np.ones(2), global_batch_size=4)
         assert mpidist.get_strategy().reduce("SUM", 2.0, axis=None) == 2.0
 
