@@ -409,10 +409,10 @@ class Guard(CallState):
             What to raise.
         """
         usable = self.breakdown.state is State.USABLE
-        # All ranks have it already, unless it is of a strategy with fewer ranks.
-        tellers = (None, "", self._comm.identity)
-        told = isinstance(error, CollectiveError) and told_by(error) in tellers
-        if told or not (self.enabled and usable and self.deserted is None):
+        # Those of other strategies may be known to fewer ranks.
+        by_all = isinstance(error, CollectiveError)
+        by_all = by_all and told_by(error) == self._comm.identity
+        if by_all or not (self.enabled and usable and self.deserted is None):
             return error
         with self.observed(call) as span:
             self.exchange(call, error)

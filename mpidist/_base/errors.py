@@ -185,7 +185,7 @@ def told_by(error: BaseException) -> str | None:
     return error.__dict__.get(_TOLD)
 
 
-def as_told(error: _E, by: str = "") -> _E:
+def as_told(error: _E, by: str) -> _E:
     """Note on an exception that all ranks of the communicator ``by`` know of it."""
     error.__dict__[_TOLD] = by
     return error

@@ -87,7 +87,7 @@ class CollectiveCall:
                 messages.send(
                     pickle.dumps((None, (mismatch.dump_exception(error), trace)))
                 )
-                as_told(error)
+                as_told(error, self.comm.identity)
                 raise
             messages.send(data)
             return result
@@ -100,7 +100,7 @@ class CollectiveCall:
         if failure is None:
             failure = CheckpointError(raised[1].strip().rpartition("\n")[2])
         failure.add_note(f"[rank {self.rank}] raised here because rank 0 raised it")
-        raise as_told(failure)
+        raise as_told(failure, self.comm.identity)
 
     def wait_for_save(self) -> None:
         """Wait for the save of the strategy that goes on, if there is one. Collective.

@@ -92,7 +92,7 @@ class Coordinator:
                 guard.interrupted("merge_call", error)
                 if not guard.broken:
                     self._send_error(error)
-                    as_told(error)
+                    as_told(error, group.communicator.identity)
             raise
         finally:
             self._close()

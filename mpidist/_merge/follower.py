@@ -63,7 +63,8 @@ class Follower:
                 else:
                     succeeded = self._end_batch()
                     if name == "raise":
-                        raise as_told(self._error_of(*self._reader.read(content, [])))
+                        raised = self._error_of(*self._reader.read(content, []))
+                        raise as_told(raised, self._collectives.comm.identity)
                     if succeeded and name == "return":
                         return self._finish(content)
                     if succeeded and name not in ("join", "check"):

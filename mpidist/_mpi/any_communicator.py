@@ -83,12 +83,13 @@ class AnyCommunicator:
             text = f"{kind}{type(error).__name__}: {error}"
         texts = self._gather_bytes(text.encode(errors="replace"))
         if error is not None:
-            raise as_told(error)
+            raise as_told(error, self.identity)
         for culprit, other in enumerate(texts):
             if other:
                 failure = MemoryError if other[:1] == b"M" else RuntimeError
                 reason = f"{what} failed on rank {culprit}: {other[1:].decode()}"
-                raise as_told(failure(on_rank(self.rank, reason)))
+                text = on_rank(self.rank, reason)
+                raise as_told(failure(text), self.identity)
         return result
 
     def allreduce(self, reductions: Sequence[BufferReduction]) -> None:

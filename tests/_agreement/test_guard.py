@@ -518,6 +518,26 @@ def test_an_error_of_a_strategy_of_some_ranks_is_told_to_all(strategy, rank):
     part.Free()
 
 
+def test_a_time_out_of_another_strategy_is_told_to_all(strategy, rank, last):
+    """It was taken for one of this strategy, which all ranks raise."""
+    with strategy.scope():
+        v = mpidist.Variable(np.zeros(2))
+
+    def gradients():
+        if rank == last:
+            raise mpidist.CollectiveTimeoutError("of a strategy of this rank alone")
+        yield np.ones(2), v
+
+    optimizer = mpidist.optimizers.SGD(0.5)
+    optimizer.build([v])
+    raises_everywhere(
+        mpidist.CollectiveTimeoutError,
+        lambda: optimizer.apply_gradients(gradients()),
+        "of a strategy of this rank alone",
+    )
+    assert optimizer.apply_gradients([(np.ones(2), v)]) == 1
+
+
 def test_options_differ_between_ranks(rank, last):
     options = mpidist.experimental.CommunicationOptions(
         timeout_seconds=30, bytes_per_pack=1000 if rank == last else 2000
