@@ -195,7 +195,9 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
         by_key = {row[0]: row for row in rows}
         rows = [by_key[key] for key in _in_order(by_key)]
         name = "" if kind is dict else kind.__name__
-        inner = ", ".join(f"{k!r}: {_describe(c, s, order)}" for k, c, s in rows)
+        inner = ", ".join(
+            f"{_fixed(k)!r}: {_describe(c, s, order)}" for k, c, s in rows
+        )
         return f"{name}{{{inner}}}"
     parts = [_describe(c, s, order) for _, c, s in rows]
     if kind is list:
@@ -211,9 +213,16 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
 def _in_order(keys: Iterable[Any]) -> list[Any]:
     """Sort keys as optree does: by type first; by their texts if they have no order."""
     try:
-        return sorted(keys, key=lambda key: (type(key).__qualname__, key))
+        return sorted(keys, key=lambda key: (type(key).__qualname__, _fixed(key)))
     except TypeError:
-        return sorted(keys, key=lambda key: (type(key).__qualname__, repr(key)))
+        return sorted(keys, key=lambda key: (type(key).__qualname__, repr(_fixed(key))))
+
+
+def _fixed(key: Any) -> Any:
+    """Return a key with a list for each frozenset, whose order differs by process."""
+    if isinstance(key, frozenset):
+        return _in_order([*map(_fixed, key)])
+    return tuple(map(_fixed, key)) if type(key) is tuple else key
 
 
 _LEAF_STRUCTURE: Final = Structure(

@@ -40,10 +40,12 @@ class Held:
 
 
 def _dicts_like(old: Any, new: Any) -> Any:
-    if not isinstance(old, dict) or type(new) is not dict:
-        return new
-    items = {key: _dicts_like(old.get(key), x) for key, x in new.items()}
-    return nest.with_items(old, items)
+    if isinstance(old, dict) and type(new) is dict:
+        items = {key: _dicts_like(old.get(key), x) for key, x in new.items()}
+        return nest.with_items(old, items)
+    if type(old) is type(new) and type(new) in (list, tuple):
+        return type(new)(map(_dicts_like, [*old, *new[len(old) :]], new))
+    return new
 
 
 def item_of(name: str, value: Any) -> StateItem | None:

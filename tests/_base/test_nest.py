@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import types
 
 import numpy as np
@@ -157,6 +158,20 @@ def test_attributes_that_are_the_items():
 )
 def test_texts(tree, text):
     assert str(nest.flatten(tree)[1]) == text
+
+
+def test_keys_that_are_sets_are_in_one_order_in_all_processes():
+    """The order of a set depends on the hashes of strings; none of these is less."""
+    keys = [frozenset("ab"), frozenset("bcd"), (1, frozenset("xy")), frozenset("ac")]
+    for some in itertools.permutations(keys):
+        leaves, structure = nest.flatten(
+            {key: sorted(map(str, key))[0] for key in some}
+        )
+        assert str(structure) == (
+            "{['a', 'b']: *, ['a', 'c']: *, ['b', 'c', 'd']: *, (1, ['x', 'y']): *}"
+        )
+        assert leaves == ["a", "a", "b", "1"]
+        assert list(structure.unflatten(leaves)) == list(some)
 
 
 def test_render_puts_texts_in_the_place_of_leaves():

@@ -104,7 +104,7 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
             common=np.random.default_rng(9),
             own=own,
             note=[],
-            counts={"a": collections.defaultdict(int)},
+            counts={"a": [collections.defaultdict(int)]},
         )
         states[rank] = state
         strategy, _ = _hold(state)
@@ -113,7 +113,7 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
             _count(strategy, state, batch)
             state.weights.assign_add(np.ones(3))
             state.note.append("step")
-            state.counts["a"]["step"] += 1
+            state.counts["a"][0]["step"] += 1
         state.common.random(7)
         state.own.random()
         state.commit()
@@ -147,14 +147,14 @@ def test_a_commit_in_memory_is_put_back(before, after, first_lost):
                 common=np.random.default_rng(1),
                 own=np.random.default_rng(2),
                 note=["of a spare"],
-                counts={"a": collections.defaultdict(int)},
+                counts={"a": [collections.defaultdict(int)]},
             )
         strategy, storage = _hold(state)
         storage.put_back(1, has, places)
         state.commit()
         assert state.note == ["step"] * 3
-        state.counts["a"]["new"] += 1
-        assert state.counts == {"a": {"step": 3, "new": 1}}
+        state.counts["a"][0]["new"] += 1
+        assert state.counts == {"a": [{"step": 3, "new": 1}]}
         assert state.commits == 2
         weights = state.weights.numpy().copy()
         with strategy.scope():
