@@ -188,6 +188,13 @@ class Environment:
     timeline: str = _variable(_path, "TIMELINE", "")
 
 
+NAMES: Final = (
+    "MPIDIST_DEBUG",
+    *(one.metadata["read"].args[0] for one in dataclasses.fields(Environment)),
+)
+"""The variables that a user may set."""
+
+
 def read_environment() -> Environment:
     """Read the variables ``MPIDIST_*``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from mpidist import _native
+from mpidist._base.environment import NAMES
 from mpidist._base.errors import format_ranks
 from mpidist._cli.facts import CheckFailedError, Facts, Finding, Job, ok, sizes_text
 from mpidist._cli.run_command import OPEN_MPI, version_of
@@ -86,7 +88,7 @@ def versions(job: Job) -> Finding:
 
 
 def settings(job: Job) -> Finding:
-    """Check that all ranks have the same environment variables."""
+    """Check that all ranks have the same environment variables, with right names."""
     mine, first = job.mine["environment"], job.facts[0]["environment"]
     names = sorted({*mine, *first} - _MAY_DIFFER)
     for key in sorted(names, key=lambda name: not name.startswith("MPIDIST_")):
@@ -95,6 +97,11 @@ def settings(job: Job) -> Finding:
             if key.startswith("MPIDIST_"):
                 raise CheckFailedError(text, advice)
             return Finding(text, advice)
+    for key in sorted({*mine} - {*NAMES}):
+        # Those of mpidist's own commands and tests are not as close to any.
+        close = difflib.get_close_matches(key, NAMES, 1, 0.75)
+        if close:
+            return Finding(f"mpidist reads no {key}", f"did you mean {close[0]}?")
     return ok(", ".join(f"{k}={v}" for k, v in mine.items()) or "none set")
 
 

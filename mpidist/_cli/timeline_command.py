@@ -37,6 +37,11 @@ def timeline(arguments: Sequence[str]) -> int:
     )
     given = parser.parse_args(arguments)
     path = Path(given.path).absolute()
+    if not path.exists() and not files.find_parts(path):
+        raise UsageError(
+            f"expected the file that MPIDIST_TIMELINE named in a job, and there is no "
+            f"{path}; run the program with MPIDIST_TIMELINE={given.path}"
+        )
     try:
         found = files.load(path)
         if given.plot is not None:

@@ -89,7 +89,11 @@ def test_variables_that_differ(monkeypatch):
     found = system_checks.settings(job)
     assert found.text == "OMP_NUM_THREADS is 1 here, and 4 on rank 0"
     assert "mpirun -x OMP_NUM_THREADS" in found.advice
-    job.mine["environment"]["MPIDIST_GUARD"] = "0"
+    job.mine = job.facts[0] = {"environment": {"MPIDIST_TIMOUT": "9", "UCX_TLS": "tcp"}}
+    found = system_checks.settings(job)
+    assert "MPIDIST_TIMOUT" in found.text
+    assert found.advice == "did you mean MPIDIST_TIMEOUT?"
+    job.mine = {"environment": {"OMP_NUM_THREADS": "4", "MPIDIST_GUARD": "0"}}
     with pytest.raises(CheckFailedError, match="MPIDIST_GUARD is 0 here, and not set"):
         system_checks.settings(job)
 

@@ -70,7 +70,7 @@ def test_without_a_command_it_helps(capsys):
         (["bench", "--sizes", "4X"], "expected a size such as 4B, 64KiB or 1MB, got"),
         (["bench", "--seconds", "1", "--quick"], "not allowed with argument --seconds"),
         (["docs", "prting"], "did you mean `mpidist docs porting`?"),
-        (["timeline", "missing.json"], "missing.json"),
+        (["timeline", "missing.json"], "program with MPIDIST_TIMELINE=missing.json"),
         (["timeline", "setup.cfg"], "setup.cfg is not a timeline of mpidist"),
     ],
 )
