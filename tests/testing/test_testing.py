@@ -318,14 +318,23 @@ def test_what_one_raises_in_run_is_its_own():
     assert caught.value.__notes__ == ["raised on replica 2 of 3 (mpidist.testing.run)"]
 
 
-@pytest.mark.parametrize("others", ["reduce", "make a strategy", "meet"])
+@pytest.mark.parametrize("others", ["reduce", "make a strategy", "make two", "meet"])
 def test_a_replica_that_returns_early(others):
     def program():
         group = testing.current_group()
-        strategy = mpidist.MPIStrategy() if others == "reduce" else None
+        strategy = None
+        if others in (
+            "reduce",
+            "make two",
+        ):  # with it, rank 1 waits for them at its end
+            strategy = mpidist.MPIStrategy(
+                communication_options=mpidist.experimental.CommunicationOptions(
+                    timeout_seconds=30
+                )
+            )
         if group.rank == 1:
             return
-        if strategy is not None:
+        if others == "reduce" and strategy is not None:
             strategy.run(lambda: all_reduce(1.0))
         elif others == "meet":
             group.barrier()
