@@ -133,8 +133,10 @@ class Dataset(metaclass=_Names):
     ) -> Self:
         """Create a dataset from what a function yields.
 
-        Each iteration, and each round of a `repeat`, calls the function again. A saved
-        position is reached by reading up to it.
+        Each iteration, and each round of a `repeat`, calls the function again, and so
+        does a distributed iterator after an element whose function, as of `map`, has
+        raised. A position is reached by reading up to it: if the function returns an
+        iterator that it has returned before, elements are lost.
 
         Args:
             generator: a function that returns an iterable of nests of arrays and

@@ -61,7 +61,10 @@ class DistributedOptimizer(_AnyOptimizer):
             ``p.grad.data``, whose changes torch does not count, are reduced once more.
             If the ranks on which a parameter has a gradient change from step to step,
             no other collective call may come between ``backward()`` and `step`, and not
-            another optimizer's step either: write False then.
+            another optimizer's step either: write False then. Nor may a ``backward()``
+            of its parameters come after the last use of an optimizer that is in a
+            reference cycle, unless another was made: ranks collect it at different
+            times, so some would begin reductions. Call ``gc.collect()`` on all first.
         named_parameters: ``module.named_parameters()``: for names in messages.
         strategy: the ranks; default: the strategy in whose scope it is made, and
             outside of every scope the current one at each step.
