@@ -30,7 +30,7 @@ MPI_Finalize, which would wait for the other ranks, or break the connections tha
 in common with its parent. mpi4py calls it after all `atexit` handlers, and there is no
 way to tell it not to, so the process ends in the last of these: with the code of its
 `sys.exit`, or 1 after an uncaught exception. The code of ``raise SystemExit(code)`` is
-lost: it is 1 if the outermost frame did not end by a return (`exit_code`).
+lost (`exit_code`): it ends with 0.
 
 The hooks are `sys.excepthook`, `threading.excepthook`, `sys.exit` and an atexit
 function. They are installed when the first strategy is created, and removed when the
@@ -121,7 +121,7 @@ def install() -> None:
     _making = True
     if _hooks:
         return
-    exit_code.begin()
+    exit_code.note(None)
     _hooks.append(_replace(sys, "excepthook", _end_program))
     _hooks.append(_replace(threading, "excepthook", _end_thread))
     _hooks.append(_replace(sys, "exit", _exit))
@@ -214,7 +214,7 @@ def _call_last() -> None:
 
 def become_child() -> None:
     """Have this process, which a rank has forked, end by itself."""
-    exit_code.begin()
+    exit_code.note(None)
     if not _hooks:
         _hooks.append(_replace(sys, "excepthook", _end_program))
         _hooks.append(_replace(sys, "exit", _exit))
@@ -348,7 +348,7 @@ def _end() -> None:
     _flush()
     if misses:
         job_end.tell_launcher(job_end.GAVE_UP)
-    code = exit_code.of_process() or _code_at_end
+    code = exit_code.as_number(exit_code.noted()) or _code_at_end
     if finalizes:
         library.finalize_and_exit(code)
     os._exit(code)

@@ -8,12 +8,11 @@ others replica 1 dies, and then
   the other has left, too;
 - "saving": replica 1 dies only while replica 0 writes the last checkpoint;
 - "again": `train` raises as if a replica had died again;
-- "exit", "raise", "caught": `train` ends, and then the program does as they say.
+- "exit": `train` ends, and then the program calls `sys.exit(3)`.
 
 Each rank that is left prints what `elastic.run` has raised, but in "again".
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -85,8 +84,3 @@ else:
         used[-1].run(int)
     if how == "exit":
         sys.exit(3)
-    if how == "raise":
-        raise SystemExit(3)
-    if how == "caught":
-        with contextlib.suppress(SystemExit):
-            sys.exit(3)

@@ -12,7 +12,7 @@ import pytest
 from tests import launching
 from tests.elastic import random_kills
 from tests.elastic.random_kills import PROGRAM, Ended
-from tests.replicas import fuzz_seeds, long_only, rarely, with_slow
+from tests.replicas import fuzz_seeds, rarely, with_slow
 
 SECONDS = 100
 
@@ -146,8 +146,6 @@ def end(how, *folder, options=launching.ULFM):
     [
         ("again", 1, "`train` fails as if a replica had died, but none has"),
         rarely("exit", 3, ""),
-        pytest.param("raise", 1, "", marks=long_only),
-        pytest.param("caught", 0, "", marks=long_only),
         ("saving", 0, "from commit 8"),
     ],
 )
