@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
-from mpidist._base import backend, checksums, nest, threads
+from mpidist._base import checksums, nest, threads
 from mpidist._base.environment import debugging, read_environment
 from mpidist._base.errors import warn_caller
 from mpidist._base.reduce_op import ReduceOp
@@ -193,9 +193,9 @@ def checker(name: str, value: Nest) -> Callable[[], None] | None:
     None without ``MPIDIST_DEBUG``, and for a nest that the call refuses.
     """
 
-    def digests() -> list[str]:
-        arrays = [x for x in nest.flatten(value)[0] if backend.is_array(x)]
-        return [checksums.summarize(backend.as_array(x, name)[0]) for x in arrays]
+    def digests() -> tuple[nest.Structure, list[str]]:
+        leaves, structure = nest.flatten(value)
+        return structure, [checksums.summarize_value(x, name) for x in leaves]
 
     def check() -> None:
         if digests() != before:

@@ -321,19 +321,31 @@ def test_a_handle_that_is_dropped_warns_once(new_strategy):
     assert_usable(strategy)
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_change_before_the_result_is_found(strategy, monkeypatch, changes):
+@pytest.mark.parametrize(
+    "change",
+    [
+        None,
+        lambda x: x[0].fill(1),
+        lambda x: x.__setitem__(1, 2.0),
+        lambda x: x.append(3.0),
+    ],
+    ids=["nothing", "an array", "a number", "the length of a list"],
+)
+def test_a_change_before_the_result_is_found(strategy, monkeypatch, change):
     monkeypatch.setenv("MPIDIST_DEBUG", "1")
 
     def step():
-        x = np.zeros(10)
-        handle = context().all_reduce_async("SUM", [x, 1.0])
-        x[3] = changes
+        value = [np.zeros(10), 1.0]
+        handle = context().all_reduce_async("SUM", value)
+        while not handle.done():  # else the thread may see what has changed
+            time.sleep(0.001)
+        if change:
+            change(value)
         with contextlib.suppress(RuntimeError):
             handle.result()
         return handle.result()
 
-    if changes:
+    if change:
         error = raises_everywhere(RuntimeError, lambda: strategy.run(step))
         assert "has changed since" in error[0]
     else:
