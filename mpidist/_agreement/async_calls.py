@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 import warnings
 import weakref
@@ -154,6 +155,8 @@ class CollectiveHandle(Generic[_T]):
             return
         site = self._site
         if site is None or not self._warns or self._error is not None:
+            return
+        if sys.is_finalizing():  # the program has kept it to its end
             return
         if calls.has_warned or calls.generation != self._generation:
             return
