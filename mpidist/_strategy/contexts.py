@@ -1,9 +1,9 @@
 """Scopes, the contexts that functions receive, and what is checked where they are used.
 
 The default strategy, which is current outside of every scope, has one replica, so its
-`all_reduce` returns the value itself. In a program on several ranks that is a wrong
-sum, and nothing else shows it: the first such call warns. In a thread that the function
-of a scope has started it is never meant, so there it raises.
+`all_reduce` and `reduce` return the value itself. In a program on several ranks that is
+a wrong sum, and nothing else shows it: the first such call warns. In a thread that the
+function of a scope has started it is never meant, so there it raises.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Scope(contextlib.ContextDecorator, Generic[_S]):
         self._entered.remove(entry)
 
 
-# The groups of several ranks that this process is in, and that no warning has named.
+# The groups of several ranks that have been made here, and that no warning has named.
 _open = threads.ReplicaLocal(weakref.WeakSet[ReplicaGroup])
 
 
@@ -262,11 +262,6 @@ def note_open(group: ReplicaGroup) -> None:
     """Note that a strategy has been made."""
     if group.num_replicas > 1:
         _open.get().add(group)
-
-
-def note_closed(group: ReplicaGroup) -> None:
-    """Note that a strategy has been closed."""
-    _open.get().discard(group)
 
 
 def require_scope(call: str) -> None:
@@ -306,15 +301,18 @@ def warn_of_own_value(call: str = "all_reduce") -> None:
         RuntimeError: as `require_scope`.
     """
     require_scope(call)
-    for group in list(_open.get()):
-        _open.get().clear()
+    found = [group for group in _open.get() if not group.guard.broken]
+    _open.get().clear()
+    for group in found[:1]:
+        where = "in a function that you pass to `strategy.run(fn)`"
+        if call.startswith("Strategy."):
+            where = "on the strategy that you have made, or in `with strategy.scope():`"
         warn_caller(
             f"[rank {group.replica_id}] {call}: this code runs outside of every scope, "
             "in the default strategy of one replica, so each rank gets its own "
             f"value back, not one of all {group.num_replicas} replicas of {group}; "
-            "call it in a function that you pass to `strategy.run(fn)`"
+            f"call it {where}"
         )
-        return
 
 
 def checked(

@@ -20,7 +20,6 @@ from mpidist._base.types import Nest
 from mpidist._mpi.library import mpi_module, world_rank, world_size
 from mpidist._runtime import context
 from mpidist._runtime.interruptions import tells
-from mpidist._strategy.contexts import note_closed
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.current import get_replica_context
 from mpidist._strategy.setup import Arguments, Comm, join
@@ -114,7 +113,6 @@ class MPIStrategy(Strategy):
             guard.agree(mismatch.Call("MPIStrategy.close"))
             finish = transports.close
         with guard.payload():  # the others wait for this rank until all are here
-            note_closed(group)
             finish()
             collectives.release()
             if not lost:

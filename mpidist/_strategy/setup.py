@@ -32,7 +32,7 @@ from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.library import check_communicator, check_not_alone, local_rank
 from mpidist._runtime import context, forked_child, process_exit, timelines
 from mpidist._runtime.group import ReplicaGroup
-from mpidist._strategy.contexts import note_open
+from mpidist._strategy.contexts import checked, note_open, warn_of_own_value
 from mpidist._strategy.cross_device_ops import CrossDeviceOps
 from mpidist._strategy.reductions import reduce_by_ops
 from mpidist._strategy.replica_context import ReplicaContext
@@ -338,6 +338,9 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         complete(self, _group_of_one())
+        for name in ("run", "reduce", "gather"):
+            warn = functools.partial(warn_of_own_value, f"Strategy.{name}")
+            setattr(self, name, checked(warn, getattr(self, name)))
 
     def __repr__(self) -> str:
         return "<mpidist default strategy: 1 replica, without MPI>"

@@ -9,7 +9,7 @@ from launching import FORKS, run_ranks
 pytestmark = pytest.mark.core
 
 PROLOGUE = """
-import concurrent.futures, multiprocessing, os, sys, time
+import concurrent.futures, multiprocessing, os, sys, time, warnings
 import numpy as np
 import mpidist
 from mpidist.data import Dataset
@@ -57,6 +57,7 @@ CALLS = """
 def reads():
     return v.numpy().sum() + shared[:4].sum()
 def computes():
+    warnings.simplefilter("error")  # it is meant here
     alone = mpidist.get_strategy()
     total = alone.run(lambda: context().all_reduce("SUM", 2.0))
     return float(alone.experimental_local_results(total)[0])

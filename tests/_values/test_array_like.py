@@ -87,7 +87,9 @@ KINDS = {
         s, x, name="v", synchronization=ON_READ, aggregation=FIRST
     ),
     "Mirrored": mirrored_of,
-    "PerReplica of one": lambda s, x: mpidist.get_strategy().run(lambda: x),
+    "PerReplica of one": lambda s, x: (
+        mpidist.get_strategy().extended.call_for_each_replica(lambda: x)
+    ),
 }
 of_several = pytest.mark.parametrize("like", list(KINDS)[:3], indirect=True)
 
