@@ -272,14 +272,14 @@ def _limit_of(folder: Path) -> list[float]:
 
 def launcher_text(variables: Mapping[str, str]) -> str:
     """Return in words how this process was started."""
-    found, job = launcher.find_launch(variables), variables.get("SLURM_JOB_ID")
+    found, job = launcher.find_launch(variables), launcher.find_batch_job(variables)
     text = "none"
     if found is not None:
         many = counted(found.size or 1, "process", "processes")
         text = f"{found.launcher} started {many}"
         if found.launcher.startswith("srun"):
-            return f"{text}, step {variables.get('SLURM_STEP_ID')} of SLURM job {job}"
-    return f"{text}, in SLURM job {job}" if job else text
+            return f"{text}, step {variables.get('SLURM_STEP_ID')} of {job}"
+    return f"{text}, in {job}" if job else text
 
 
 def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:

@@ -51,9 +51,8 @@ signal. A program that keeps a checkpoint then goes on from it.
 _USAGE: Final = """\
 [-n N] [--elastic] [--restarts K] [--dry-run]
                    [-m MODULE | PROGRAM] [ARGUMENT ...]"""
-# What its mpirun calls itself: of version 4 as mpirun.openmpi, and version 5's.
-OPEN_MPI: Final = ("Open MPI", "OpenRTE", "PRRTE")
-_BATCH_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+# What an mpirun calls itself; Open MPI's: also of version 4 as mpirun.openmpi.
+WORDS_OF: Final = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "MPICH": ("HYDRA",)}
 AS_ROOT: Final = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -226,10 +225,9 @@ def settings(
 ) -> dict[str, str]:
     """Return the variables to add to an environment, for ranks on this machine."""
     cores = count_cores()
-    in_batch_job = any(name in environment for name in _BATCH_JOBS)
     added = dict.fromkeys(THREADS, str(max(1, cores // num_ranks)))
-    if any(name in version for name in OPEN_MPI):
-        if in_batch_job:  # which may have several machines
+    if any(word in version for word in WORDS_OF["Open MPI"]):
+        if launcher.find_batch_job(environment):  # which may have several machines
             added = {**BETWEEN_HOSTS, **added}
         elif num_ranks > cores:
             added = {**MORE_RANKS_THAN_CORES, **added}

@@ -18,7 +18,7 @@ from mpidist import _native
 from mpidist._base.environment import NAMES
 from mpidist._base.errors import format_ranks
 from mpidist._cli.facts import CheckFailedError, Facts, Finding, Job, ok, sizes_text
-from mpidist._cli.run_command import OPEN_MPI, version_of
+from mpidist._cli.run_command import WORDS_OF, version_of
 from mpidist._cli.speaking import UsageError
 from mpidist._mpi import versions as software
 from mpidist.cluster import this_process
@@ -28,7 +28,6 @@ _ROUNDS: Final = 30
 _BLOCK: Final = 64 * 2**10
 _STALE_SECONDS: Final = 5.0
 _LIBRARY_NAME: Final = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
-_WORDS_OF: Final = {"Open MPI": OPEN_MPI, "MPICH": ("HYDRA",)}
 _MAY_DIFFER: Final = {"MPIDIST_TRACE", "CUDA_VISIBLE_DEVICES"}
 _EXPORT: Final = (
     "export it to all ranks (Open MPI: mpirun -x KEY; MPICH: mpirun -genv KEY ...)"
@@ -52,12 +51,10 @@ def libraries(job: Job) -> Finding:
         )
     vendor = job.mpi.get_vendor()[0]
     mpirun, version = shutil.which("mpirun"), ""
-    if job.rank == 0 and mpirun is not None and vendor in _WORDS_OF:
+    if job.rank == 0 and mpirun is not None and vendor in WORDS_OF:
         with contextlib.suppress(UsageError):
             version = version_of(mpirun)
-    found = [
-        mpi for mpi, words in _WORDS_OF.items() if any(w in version for w in words)
-    ]
+    found = [mpi for mpi, words in WORDS_OF.items() if any(w in version for w in words)]
     if found and vendor not in found:
         return Finding(
             f"mpi4py uses {vendor}, and {mpirun}, the first on the PATH, is that of "

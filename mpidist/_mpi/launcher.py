@@ -29,33 +29,33 @@ class Launch:
         rank: of this process; None if the launcher does not say.
         size: how many processes it started together; None if it does not say.
         local_rank: of this process on its host; None if the launcher does not say.
+        local_size: how many there are on its host; None if it does not say.
     """
 
     launcher: str
     rank: int | None
     size: int | None
     local_rank: int | None = None
+    local_size: int | None = None
 
 
+_NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 OPEN_MPI = "mpirun of Open MPI"
+_MPICH = "mpirun of MPICH or Intel MPI"
 _FOR_TORCH = ("torchrun", "accelerate launch")
+# Their variables: rank and size among all ranks, and among those on the host.
 _LAUNCHERS = (
-    (OPEN_MPI, "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("mpirun of MVAPICH2", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK"),
-    ("mpirun of MPICH or Intel MPI", "PMI_", "MPI_LOCALRANKID"),
+    (OPEN_MPI, *(f"OMPI_COMM_WORLD_{x}" for x in _NUMBERS)),
+    ("mpirun of MVAPICH2", *(f"MV2_COMM_WORLD_{x}" for x in _NUMBERS)),
+    (_MPICH, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+_BATCH_JOBS = {"SLURM": "SLURM_JOB_ID", "PBS": "PBS_JOBID", "LSF": "LSB_JOBID"}
 _LAUNCHER_PROCESSES = {  # their names, of at most 15 letters
     *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_pr"),
     *("prterun", "prted", "orterun", "orted", "srun", "slurmstepd"),
 }
 _LIBRARIES_OF_RANKS = ("/mpi4py/MPI.", "/mpidist/_native/_core.")
 _SRUN_LOCAL_RANK = "SLURM_LOCALID"  # under mpirun that of its daemon
-LOCAL_SIZES = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-)
-"""The variables with which mpiruns say how many processes are on this host."""
 
 
 def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
@@ -66,15 +66,13 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """
     variables = os.environ if environment is None else environment
     step = _number(variables, "SLURM_STEP_NUM_TASKS")
-    for name, prefix, local in _LAUNCHERS:
-        rank, size = f"{prefix}RANK", f"{prefix}SIZE"
-        if rank in variables or size in variables:
-            if step is not None and name.endswith("Intel MPI"):
+    for name, *keys in _LAUNCHERS:
+        if any(key in variables for key in keys[:2]):
+            if step is not None and name == _MPICH:
                 kind = variables.get("SLURM_MPI_TYPE", "")
                 if kind.startswith("pmi"):  # else it is mpirun in a SLURM job
-                    name, local = f"srun --mpi={kind}", _SRUN_LOCAL_RANK
-            numbers = (_number(variables, key) for key in (rank, size, local))
-            return Launch(name, *numbers)
+                    name, keys[2:] = f"srun --mpi={kind}", [_SRUN_LOCAL_RANK]
+            return Launch(name, *(_number(variables, key) for key in keys))
     if "TORCHELASTIC_RUN_ID" in variables:
         return _launch_of_torch(variables)
     if step is not None:
@@ -86,6 +84,12 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     if own is not None:
         return Launch("a launcher with PMIx", own, None)
     return _launch_of_torch(variables) if "MASTER_ADDR" in variables else None
+
+
+def find_batch_job(variables: Mapping[str, str]) -> str:
+    """Return the batch job of this process, as in "SLURM job 7"; "": none."""
+    jobs = {system: variables.get(key) for system, key in _BATCH_JOBS.items()}
+    return next((f"{system} job {job}" for system, job in jobs.items() if job), "")
 
 
 @functools.cache  # nothing of it changes while this process runs

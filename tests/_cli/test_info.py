@@ -47,6 +47,7 @@ def test_there_can_be_no_strategy(capsys):
     [
         ({}, "none"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "none, in SLURM job 7"),
+        ({"PBS_JOBID": "7.host"}, "none, in PBS job 7.host"),
         (STEP, "srun --mpi=none started 5 processes, step 3 of SLURM job 7"),
         (
             {**STEP, "SLURM_MPI_TYPE": "pmix"},
