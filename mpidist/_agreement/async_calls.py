@@ -262,16 +262,22 @@ class AsyncCalls:
         if failure is not None:
             raise failure
 
-    def drain(self) -> BaseException | None:
-        """Wait for all calls that were begun; return what one of them raised."""
+    def drain(self, error: BaseException | None = None) -> BaseException | None:
+        """Wait for all calls that were begun; return what the program is to raise.
+
+        Args:
+            error: what it raises anyway; None: what a call has raised.
+        """
+        if error is not None:
+            self.silence_handles()
         if self.is_own_thread() or not self.unsettled:
-            return None
+            return error
         self._wait_for_last()
         failure, self._last, self.failure = self.failure, None, None
         self._guard.update_blocked()
         if failure is not None:
-            self.generation += 1
-        return failure
+            self.silence_handles()
+        return error or failure
 
     def silence_handles(self) -> None:
         """Let no existing handle warn: an exception keeps the program from using it."""
@@ -295,8 +301,7 @@ class AsyncCalls:
         if last.done():
             self._stop = None
         self._last = None
-        self.drain()
-        self.silence_handles()
+        self.drain(error)
 
     def look(self) -> None:
         """In a wait of the thread: raise the exception of `stop`."""

@@ -130,10 +130,7 @@ def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | N
     if error is not None:
         guard.interrupted(call.text, error)
     if guard.async_calls is not None:
-        if error is not None:
-            guard.async_calls.silence_handles()
-        failure = guard.async_calls.drain()
-        error = error or failure
+        error = guard.async_calls.drain(error)
     if guard.blocked:
         if guard.broken:
             guard.breakdown.repeat_notice()

@@ -184,22 +184,14 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
     if spec.is_leaf():
         order.append(first)
         return _PLACE
-    children = spec.children()
-    starts: list[int] = []
-    for child in children:
-        starts.append(first)
+    rows: list[tuple[Any, optree.PyTreeSpec, int]] = []
+    for key, child in zip(spec.entries(), spec.children(), strict=True):
+        rows.append((key, child, first))
         first += child.num_leaves
-    rows = list(zip(spec.entries(), children, starts, strict=True))
-    kind = spec.type
-    if kind is not None and (issubclass(kind, dict) or kind in _mappings):
-        by_key = {row[0]: row for row in rows}
-        rows = [by_key[key] for key in _in_order(by_key)]
-        name = "" if kind is dict else kind.__name__
-        inner = ", ".join(
-            f"{_fixed(k)!r}: {_describe(c, s, order)}" for k, c, s in rows
-        )
-        return f"{name}{{{inner}}}"
-    parts = [_describe(c, s, order) for _, c, s in rows]
+    kind: Any = spec.type  # not None, as for leaves
+    if issubclass(kind, dict) or kind in _mappings:
+        return _describe_mapping(kind, {row[0]: row for row in rows}, order)
+    parts = [_describe(child, start, order) for _, child, start in rows]
     if kind is list:
         return f"[{', '.join(parts)}]"
     if kind is tuple:
@@ -207,7 +199,16 @@ def _describe(spec: optree.PyTreeSpec, first: int, order: list[int]) -> str:
     fields = getattr(kind, "_fields", None)
     if fields is not None:
         parts = [f"{f}={p}" for f, p in zip(fields, parts, strict=True)]
-    return f"{getattr(kind, '__name__', kind)}({', '.join(parts)})"
+    return f"{kind.__name__}({', '.join(parts)})"
+
+
+def _describe_mapping(
+    kind: type, rows: dict[Any, tuple[Any, optree.PyTreeSpec, int]], order: list[int]
+) -> str:
+    parts = [
+        f"{_fixed(k)!r}: {_describe(*rows[k][1:], order)}" for k in _in_order(rows)
+    ]
+    return f"{'' if kind is dict else kind.__name__}{{{', '.join(parts)}}}"
 
 
 def _in_order(keys: Iterable[Any]) -> list[Any]:

@@ -64,18 +64,17 @@ def evenly(sizes: Sequence[int], ranks: int) -> Partition:
     return Partition(tuple(range(len(sizes))), starts, bounds)
 
 
-def by_load(sizes: Sequence[int], loads: Sequence[int]) -> Partition:
+def by_load(sizes: Sequence[int], loads: list[int]) -> Partition:
     """Return a partition of whole arrays: the largest go first, to the least loaded.
 
     Args:
         sizes: of the arrays.
-        loads: what each rank has already.
+        loads: what each rank has already, to which this adds.
     """
-    total = list(loads)
     given: list[list[int]] = [[] for _ in loads]
     for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        rank = total.index(min(total))
-        total[rank] += sizes[number]
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[number]
         given[rank].append(number)
     order = tuple(itertools.chain.from_iterable(given))
     bounds = _starts([sum(sizes[i] for i in numbers) for numbers in given])

@@ -43,6 +43,7 @@ from mpidist._checkpoints import contents, restoring
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values, differing_generators
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
+from mpidist._checkpoints.manifest import Manifest
 from mpidist._checkpoints.restoring import listed, problem_of, unfit
 from mpidist._checkpoints.storage import CheckpointReader, manifest_of, read_arrays
 from mpidist._runtime import context
@@ -223,9 +224,7 @@ class Restore:
         """Raise a CheckpointError with a list of what does not fit, if anything."""
         lines = [problem for x in found if (problem := problem_of(x, reader))]
         hint = ""
-        manifest = manifest_of(reader)
-        common = any(map(self._outer, [*manifest.arrays, *manifest.states]))
-        if not (self._partial and (common or not items)):
+        if not self._accepts_parts(items, manifest_of(reader)):
             given = {x.name for x in found}
             missing = [
                 x.name for x in items if x.name not in given and not x.is_optional
@@ -240,6 +239,11 @@ class Restore:
                 hint = "Write `partial=True` to restore what both have, now or later. "
         if lines:
             raise unfit(call, f" {reader.path!r}", lines, hint)
+
+    def _accepts_parts(self, items: Sequence[Item], manifest: Manifest) -> bool:
+        """Return whether not all needs to be in both, as long as something is."""
+        saved = [*manifest.arrays, *manifest.states]
+        return self._partial and (not items or any(map(self._outer, saved)))
 
     def _begin(self, left: list[str]) -> None:
         """Note what was left; earlier restores leave to this one what it has."""

@@ -96,23 +96,26 @@ def _describe(job: Job, device: str) -> tuple[dict[str, list[str]], list[str]]:
         aware = "reports" if library.query_cuda_support() else "does not report"
         text = f"CuPy {gpu['cupy']}; MPI {aware} that it is CUDA-aware"
         lines["GPUs"].append(text)
-    try:
-        strategy = mpidist.MPIStrategy(device=device)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:  # on all ranks
-        if not job.stranger:  # which says it all
-            problems.append(f"MPIStrategy cannot be made: {error}")
-    else:
-        lines |= _strategy_lines(strategy, job, device)
-        strategy.close()
+    lines |= _strategy_lines(job, device, problems)
     variables = [f"{k}={v}" for k, v in environment.items()]
     lines["environment"] = variables or ["no variable that mpidist reads"]
     return lines, problems
 
 
-def _strategy_lines(
-    strategy: mpidist.Strategy, job: Job, device: str
-) -> dict[str, list[str]]:
-    """Return how a strategy, made with this device, moves arrays, waits and ends."""
+def _strategy_lines(job: Job, device: str, problems: list[str]) -> dict[str, list[str]]:
+    """Return how a strategy moves arrays, waits and ends; or add a problem. Collective.
+
+    Args:
+        job: the ranks.
+        device: of the strategy.
+        problems: those that were found.
+    """
+    try:
+        strategy = mpidist.MPIStrategy(device=device)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:  # on all ranks
+        if not job.stranger:  # which says it all
+            problems.append(f"MPIStrategy cannot be made: {error}")
+        return {}
     lines, settings = {}, read_environment()
     devices = strategy.extended.worker_devices
     if not all("device:CPU" in one for one in devices):
@@ -124,6 +127,7 @@ def _strategy_lines(
         limit = f"an error after {timeout:g} s" if timeout else "no deadline"
         guard = f"on; missing ranks are named after {stall:g} s, {limit}"
     ends = "an uncaught exception ends the job" if settings.abort else "off"
+    strategy.close()
     return lines | {
         "host arrays": [moved["host"]["text"]],
         "GPU arrays": [moved["gpu"]["text"]],

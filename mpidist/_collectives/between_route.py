@@ -32,20 +32,16 @@ _MOST_RUNS: Final = 8
 
 def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     """Return the plan of a nest, if ranks exchange headers by MPI, in the core."""
-    comm = resources.comm
-    channel = between_of(resources.guard.channel)
-    if channel is None or not channel.room or not resources.guard.enabled:
+    comm, guard = resources.comm, resources.guard
+    channel = between_of(guard.channel)
+    if channel is None or not guard.enabled or not isinstance(comm, Communicator):
         return None
-    if not isinstance(comm, Communicator):
-        return None
-    if signature.root is not None or signature.compress is not None:
-        return None
-    if not has_same_bits(resources):
-        return None
-    if signature.on_device or not signature.nest.has_kernels:
+    if not (channel.room and comm.buffers.same_bits and _is_accepted(signature)):
         return None
     unit = _native.core.PAYLOAD_ALIGNMENT
     nbytes = sum(round_up(size, unit) for size in signature.nest.sizes)
+    if not nbytes:
+        return None
     algorithm = None
     if nbytes > channel.room:
         algorithm = comm.buffers.algorithm
@@ -55,10 +51,15 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
         runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
         if runs > _MOST_RUNS:
             return None
-    if not nbytes:
-        return None
     core = _new_core(resources, signature, algorithm)
     return CoreReduce(resources, signature, "between", core)
+
+
+def _is_accepted(signature: Signature) -> bool:
+    """Return whether the core adds such a nest: host arrays, for all ranks, as is."""
+    if signature.root is not None or signature.compress is not None:
+        return False
+    return signature.nest.has_kernels and not signature.on_device
 
 
 def _most_bytes(
@@ -70,12 +71,6 @@ def _most_bytes(
     if resources.nodes is not None:
         most = min(most, nodes.LEAST_BYTES - 1)
     return min(most, algorithm.exchanged_bytes - 1)
-
-
-def has_same_bits(resources: Resources) -> bool:
-    """Return whether MPI's sums between nodes have the same bits on all ranks."""
-    comm = resources.comm
-    return not isinstance(comm, Communicator) or comm.buffers.same_bits
 
 
 def _new_core(

@@ -30,13 +30,13 @@ from mpidist._base import backend
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._collectives import nodes
-from mpidist._collectives.between_route import has_same_bits
 from mpidist._collectives.compression import Compression
 from mpidist._collectives.core_routes import reduce_on_node, supports
 from mpidist._collectives.nodes import Nodes
 from mpidist._collectives.plan import PreparedPlan, Results, Signature
 from mpidist._collectives.resources import Resources
 from mpidist._mpi.buffers import BufferCollectives
+from mpidist._mpi.communicator import Communicator
 from mpidist._mpi.ops import host_op
 from mpidist._mpi.requests import Transfer
 
@@ -49,7 +49,8 @@ def hierarchical(
         return None
     if not supports(resources, signature):
         return None
-    if not has_same_bits(resources):
+    comm = resources.comm
+    if isinstance(comm, Communicator) and not comm.buffers.same_bits:
         return None
     groups = _groups(signature)
     compresses = any(part.compress is not None for _, part in groups)

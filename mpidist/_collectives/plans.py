@@ -41,7 +41,11 @@ from mpidist._collectives.resources import UNCOMPRESSED, Resources
 from mpidist._collectives.staged_route import staged
 
 _USUAL: Final = ("all_reduce", None, None)  # call, options and root
-_NUMBERS: Final = frozenset((float, int, np.float32, np.float64))
+# What the keys of plans have of the form of one array or number; see `_form_of`.
+_FORMS: Final[dict[type, type | None]] = {
+    np.ndarray: None,
+    **{kind: kind for kind in (float, int, np.float32, np.float64)},
+}
 _ARRAYS: Final = {np.ndarray}
 
 ROUTES: Final[Sequence[Callable[[Resources, Signature], Plan | None]]] = (
@@ -103,32 +107,27 @@ class Plans:
             The nest of results, new arrays, bit-identical on all ranks; with a
             ``root`` a nest of None on the others.
         """
-        if options is not None and type(options) is not CommunicationOptions:
-            return self._first_time(op, tree, options, call, root)  # which refuses it
-        kind = type(tree)
-        call_key: Key
-        if kind in _NUMBERS:
-            x = np.asarray(tree)
-            of_call = self.cache.get((call, op._name_, options, root, kind))
-            if of_call is None or (kind is int and x.dtype.kind != "i"):
-                return self._first_time(op, tree, options, call, root)
-            timeout = None if options is None else self._timeout_of(options)
-            return _as_number(of_call.last([x], None, timeout)[0], kind)
-        if kind is np.ndarray:
-            call_key = (call, op._name_, options, root, None)
-            of_call = self.cache.get(call_key)
-            plan = None if of_call is None else of_call.get((tree.dtype, tree.shape))
-            if plan is None:
-                return self._first_time(op, tree, options, call, root)
-            timeout = None if options is None else self._timeout_of(options)
-            if (call, options, root) == _USUAL:
-                self.quick.keep(op, tree, plan)
-            return plan([tree], None, timeout)[0]
+        kind, timeout = type(tree), None
         try:
-            leaves, structure = nest.flatten(tree)
-            timeout = self._timeout_of(options)
+            if options is not None:
+                timeout = self._resources.merge_options(options).timeout_seconds
+            if kind not in _FORMS:
+                leaves, structure = nest.flatten(tree)
         except Exception:  # `_first_time` raises it again, on all ranks
             return self._first_time(op, tree, options, call, root)
+        plan: Plan | None
+        call_key: Key
+        if kind in _FORMS:
+            x, form = np.asarray(tree), _FORMS[kind]
+            of_call = self.cache.get((call, op._name_, options, root, form))
+            plan = None if of_call is None else of_call.get((x.dtype, x.shape))
+            if plan is None:
+                return self._first_time(op, tree, options, call, root)
+            if form is not None:
+                return _as_number(plan([x], None, timeout)[0], form)
+            if (call, options, root) == _USUAL:
+                self.quick.keep(op, tree, plan)
+            return plan([x], None, timeout)[0]
         if {*map(type, leaves)} == _ARRAYS:
             call_key = (call, op._name_, options, root, structure)
             of_call = self.cache.get(call_key)
@@ -140,11 +139,6 @@ class Plans:
             if plan is not None:
                 return structure.unflatten(plan(leaves, None, timeout))
         return self._first_time(op, tree, options, call, root)
-
-    def _timeout_of(self, options: CommunicationOptions | None) -> float | None:
-        if options is None:
-            return None
-        return self._resources.merge_options(options).timeout_seconds
 
     def _first_time(
         self,
@@ -182,38 +176,30 @@ class Plans:
         root: int | None,
     ) -> Nest:
         """All-reduce a nest with `IndexedSlices`, whose rows are concatenated."""
-        to_here = root is None or root == self._resources.comm.rank
-        if root is not None:
-            call = f"{call} to rank {root}"
-        sparse = [i for i, x in enumerate(leaves) if isinstance(x, IndexedSlices)]
-        call = f"{call} {op.name} of IndexedSlices"
-        shapes = [leaves[i].dense_shape for i in sparse]
-        if any(shape is not None for shape in shapes):
+        results = dict(enumerate(leaves))
+        sparse = {i: x for i, x in results.items() if isinstance(x, IndexedSlices)}
+        dense = {i: x for i, x in results.items() if i not in sparse}
+        to_root = "" if root is None else f" to rank {root}"
+        call = f"{call}{to_root} {op.name} of IndexedSlices"
+        shapes = [x.dense_shape for x in sparse.values()]
+        if shapes != [None] * len(shapes):
             call += f" with dense_shape {shapes}"
         with self._resources.guard.checking(call):
             if op not in (ReduceOp.SUM, ReduceOp.MEAN):
                 raise TypeError(
                     f"{call} is not defined, only SUM and MEAN; reduce a dense array"
                 )
-            results = list(leaves)
-            dense = [x for i, x in enumerate(leaves) if i not in sparse]
-            parts = []
-            for i in sparse:
-                values, kind = backend.as_array(leaves[i].values, call)
-                if op is ReduceOp.MEAN:
-                    how = dtype_table.reduction(values.dtype, op, call)  # not of bool
-                    size = how.wire.type(self._resources.comm.size)
-                    values = (values / size).astype(how.result)
-                parts.append([backend.as_given(values, kind), leaves[i].indices])
+            ranks = self._resources.comm.size
+            parts = [_part_of(x, op, ranks, call) for x in sparse.values()]
         gathered = self._all_gather(parts, 0, options, call)
-        for i, (values, indices) in zip(sparse, gathered, strict=True):
-            results[i] = IndexedSlices(values, indices, leaves[i].dense_shape)
         if dense:
-            reduced = iter(self.quick.entry(op, dense, options, call, None))
-            results = [
-                x if i in sparse else next(reduced) for i, x in enumerate(results)
-            ]
-        return structure.unflatten(results if to_here else [None] * len(results))
+            reduced = self.quick.entry(op, [*dense.values()], options, call, None)
+            results.update(zip(dense, reduced, strict=True))
+        for (i, x), part in zip(sparse.items(), gathered, strict=True):
+            results[i] = IndexedSlices(part[0], part[1], x.dense_shape)
+        if root not in (None, self._resources.comm.rank):
+            results = dict.fromkeys(results)
+        return structure.unflatten(results.values())
 
     def of(self, owner: object) -> Plans:
         """Return the all-reduces of what an owner reduces again and again.
@@ -327,8 +313,8 @@ def _key_of(arrays: list[Array]) -> Key:
 def _form_of(tree: Nest, structure: nest.Structure, arrays: list[Array]) -> object:
     """Return what the key of a plan has of a nest's form; for a number its type."""
     kind = type(tree)
-    if kind in _NUMBERS and arrays[0].dtype.kind != "u":  # large ints are uint64
-        return kind
+    if kind in _FORMS and arrays[0].dtype.kind != "u":  # large ints are uint64
+        return _FORMS[kind]
     return None if structure.is_leaf else structure
 
 
@@ -336,6 +322,15 @@ def _as_number(x: HostArray | None, kind: type) -> Any:
     if x is None:
         return None
     return x.item() if kind in (int, float) else x[()]
+
+
+def _part_of(x: IndexedSlices, op: ReduceOp, ranks: int, call: str) -> list[Nest]:
+    """Return what a rank sends of slices: the values, for a mean divided; indices."""
+    values, kind = backend.as_array(x.values, call)
+    if op is ReduceOp.MEAN:
+        how = dtype_table.reduction(values.dtype, op, call)  # not of bool
+        values = (values / how.wire.type(ranks)).astype(how.result)
+    return [backend.as_given(values, kind), x.indices]
 
 
 def _leaf_of(op: ReduceOp, x: Array, call: str) -> Leaf:

@@ -238,21 +238,26 @@ class _Pickler(Pickler):  # type: ignore[misc]
             if name is not None:
                 return ("named", *name)
         if kind is types.FunctionType:
+            if obj.__closure__ or object_parts.state_of(obj) != object_parts.NO_STATE:
+                return None
             home = object_parts.module_of(obj.__globals__)
-            if home is None or object_parts.state_of(obj) != object_parts.NO_STATE:
+            if home is None:
                 return None
             return ("function", object_parts.encode(obj.__code__), home)
-        # Not those of ml_dtypes, which `dtype.str` does not name.
-        is_plain = kind is np.ndarray and obj.dtype.isbuiltin != 2
-        if is_plain and obj.dtype.kind in _NUMBERS:
-            strides = None if obj.flags.c_contiguous else obj.strides
-            if obj.nbytes <= MOST_INLINE_BYTES or not obj.dtype.isnative:
-                return ("array", obj.dtype.str, obj.shape, obj.tobytes(), strides)
-        elif backend.is_device_array(obj):
-            strides = None
-        else:
-            return None
-        self.arrays.append(obj)
+        if kind is np.ndarray or backend.is_device_array(obj):
+            return self._reference_to_array(obj)
+        return None
+
+    def _reference_to_array(self, x: Array) -> Reference | None:
+        strides = None
+        if isinstance(x, np.ndarray):
+            # Not those of ml_dtypes, which `dtype.str` does not name.
+            if x.dtype.isbuiltin == 2 or x.dtype.kind not in _NUMBERS:
+                return None
+            strides = None if x.flags.c_contiguous else x.strides
+            if x.nbytes <= MOST_INLINE_BYTES or not x.dtype.isnative:
+                return ("array", x.dtype.str, x.shape, x.tobytes(), strides)
+        self.arrays.append(x)
         return ("sent", len(self.arrays) - 1, strides)
 
     @functools.cached_property
@@ -270,7 +275,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
             elif isinstance(x, (IndexedSlices, collections.UserDict)):
                 found[id(x)] = x
                 waiting += vars(x).values()
-            elif backend.is_array(x):
+            elif type(x) is np.ndarray or backend.is_array(x):
                 found[id(x)] = x
         return found
 

@@ -103,9 +103,7 @@ def _find_kind(kind: type) -> Kind | None:
         return THING
     base = next((x for x in (list, tuple, dict) if issubclass(kind, x)), object)
     plain = _PLAIN.get(base, THING)
-    members = [(name, x) for c in kind.__mro__ for name, x in vars(c).items()]
-    slots = [(k, x) for k, x in members if type(x) is types.MemberDescriptorType]
-    dicts = [x for name, x in members if name == "__dict__"]
+    slots, dicts = _find_attributes(kind)
     if any(type(x) is not types.GetSetDescriptorType for x in dicts):
         return THING  # reading it might run code
     if not slots and not dicts:
@@ -123,6 +121,15 @@ def _find_kind(kind: type) -> Kind | None:
         return found
 
     return Kind(parts, named=base is not tuple)
+
+
+def _find_attributes(
+    kind: type,
+) -> tuple[list[tuple[str, types.MemberDescriptorType]], list[object]]:
+    """Return the slots that a class has, by name, and what it has as ``__dict__``."""
+    members = [(name, x) for c in kind.__mro__ for name, x in vars(c).items()]
+    slots = [(k, x) for k, x in members if type(x) is types.MemberDescriptorType]
+    return slots, [x for name, x in members if name == "__dict__"]
 
 
 kind_of: Final[Callable[[type], Kind | None]] = functools.lru_cache(_MOST_KINDS)(

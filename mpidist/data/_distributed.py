@@ -679,20 +679,23 @@ class DistributedIterator(PositionedIterator):
         if guard.largest == 0:
             return False, None
         if not dataset._is_own and not same:
-            what = f"batch {self._position}"
-            text, by_rows = dataset._differing(what, piece, own)
-            if by_rows:  # and so would all that follow
-                self._failure = text
-            elif text:
-                self._count()
-            if text:
-                raise ValueError(on_rank(self._group.replica_id, f"{name}: {text}"))
+            self._compare(name, piece, own)
         # An element that is refused in `learn` is left out, too.
         self._count()
         self._returned = True
         if dataset._empty is None:
             dataset._learn(own)
         return True, self._wrap(piece.block)
+
+    def _compare(self, name: str, piece: _Piece, own: bytes) -> None:
+        """Raise if a batch really differs between ranks. Collective."""
+        text, by_rows = self._dataset._differing(f"batch {self._position}", piece, own)
+        if by_rows:  # and so would all that follow
+            self._failure = text
+        elif text:
+            self._count()
+        if text:
+            raise ValueError(on_rank(self._group.replica_id, f"{name}: {text}"))
 
     def _next_piece(self, guard: Guard) -> tuple[_Piece, Call, bytes]:
         """Return this rank's part of the element, and what the others are told."""

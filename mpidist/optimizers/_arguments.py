@@ -278,12 +278,24 @@ def collect(
     # Sums get buffers of their own, if there are several replicas.
     kept = given.summed if group.collectives.comm.size > 1 else []
     if len(kept) < len(given.arrays):
-        # A gradient that is a view of a variable changes while that is updated.
-        owners = {id(_owner(array_of(variable))) for variable in variables}
-        for i, x in enumerate(given.arrays):
-            if i not in kept and id(_owner(x)) in owners:
-                given.arrays[i] = x.copy()
+        _copy_views(given, kept, variables)
     return given
+
+
+def _copy_views(
+    given: GivenGradients, kept: list[int], variables: list[Variable]
+) -> None:
+    """Copy gradients that are views of variables, and so change in the update.
+
+    Args:
+        given: the gradients.
+        kept: the places of those that are not used in the update.
+        variables: all that are updated.
+    """
+    owners = set(map(id, map(_owner, map(array_of, variables))))
+    for i, x in enumerate(given.arrays):
+        if i not in kept and id(_owner(x)) in owners:
+            given.arrays[i] = x.copy()
 
 
 def _is_usual(gradient: Gradient, array: Array) -> bool:

@@ -294,10 +294,7 @@ def _end(world: World, replicas: list[Replica]) -> None:
 
 def _error_of(replicas: list[Replica], failed: list[Replica]) -> BaseException:
     """Return the exception that `run` raises, with notes about each replica's."""
-    own = [one for one in failed if not is_because_of_others(one.error)]
-    told = (RunStoppedError, ReplicaStopped)
-    together = [one for one in failed if not isinstance(one.error, told)]
-    first = (own or together or failed)[0]
+    first = min(failed, key=lambda one: _distance(one.error))
     error = first.error
     assert error is not None
     same = [one for one in failed if _is_same(one.error, error)]
@@ -306,8 +303,8 @@ def _error_of(replicas: list[Replica], failed: list[Replica]) -> BaseException:
         f"raised on replica{'' if len(same) == 1 else 's'} {which} of {len(replicas)} "
         "(mpidist.testing.run)"
     )
-    for one in own:
-        if one not in same:
+    for one in failed:
+        if one not in same and not is_because_of_others(one.error):
             error.add_note(f"replica {one.rank} raised {_describe(one.error)}")
     for one in replicas:
         if not one.has_ended:
@@ -315,6 +312,12 @@ def _error_of(replicas: list[Replica], failed: list[Replica]) -> BaseException:
                 f"replica {one.rank} did not end, and is left behind at {one.where()}"
             )
     return error
+
+
+def _distance(error: BaseException | None) -> int:
+    """Return 0 for an exception of a replica's own, 1 if all raise it, 2 if stopped."""
+    told = isinstance(error, (RunStoppedError, ReplicaStopped))
+    return is_because_of_others(error) + told
 
 
 def is_because_of_others(error: BaseException | None) -> bool:

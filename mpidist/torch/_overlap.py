@@ -303,7 +303,7 @@ class Overlap:
         while plan.next < len(others):
             self._begin(plan)
         # Also how many ranks there are, if the sum of a flag is to say "all".
-        self._begin(plan, [1.0, *(float(bucket.is_stale()) for bucket in others)])
+        self._begin(plan, [1.0, *map(_Bucket.is_stale, others)])
         sums = [bucket.handle.result() for bucket in plan.buckets if bucket.handle]
         full, *stale = sums[-1][FLAGS].tolist()
         for i, bucket in enumerate(others):
@@ -323,6 +323,20 @@ class Overlap:
                 )
         plan.restart()
         self._count_stale(plan, any(stale))
+        self._adapt(plan, named, divisor, missing)
+
+    def _adapt(
+        self, plan: _Plan, named: Named, divisor: int, missing: set[str]
+    ) -> None:
+        """Reduce what is not in a plan, and replace the plan if it does not fit.
+
+        Args:
+            plan: of this step.
+            named: the parameters of this step.
+            divisor: divides the results.
+            missing: the names of those without a gradient on some rank, which should be
+                in the last bucket.
+        """
         planned = {id(p) for _, p in plan.named}
         more = [(name, p) for name, p in named if id(p) not in planned]
         if more:

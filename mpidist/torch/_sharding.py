@@ -281,7 +281,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # --- the division -----------------------------------------------------------
 
     def _divide(self, groups: list[dict[str, Any]]) -> None:
-        """Divide the parameters of new groups, and add this rank's parts."""
+        """Divide the parameters of new groups."""
         alike: dict[Any, list[tuple[int, int, torch.Tensor]]] = {}
         first = sum(len(sequence.parameters) for sequence in self._sequences)
         place = len(self._parts)
@@ -291,28 +291,34 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             alike.setdefault(key, []).append((index, number, p))
         self._parts += [[] for _ in groups]
         for (cuts, *_), members in alike.items():
-            sizes = [p.numel() for _, _, p in members]
-            divided = (
-                partition.evenly(sizes, self._ranks)
-                if cuts
-                else partition.by_load(sizes, self._loads)
-            )
-            members = [members[i] for i in divided.order]
-            parameters = [p for _, _, p in members]
-            self._sequences.append(_Sequence(parameters, divided))
-            if not cuts:
-                for rank in range(self._ranks):
-                    low, high = divided.bounds[rank : rank + 2]
-                    self._loads[rank] += high - low
-            for piece in divided.pieces(self._rank):
-                index, number, p = members[piece.place]
-                tensor = p
-                if piece.stop - piece.start < p.numel():
-                    flat = p.detach().view(-1)[piece.start : piece.stop]
-                    tensor = torch.nn.Parameter(flat, p.requires_grad)
-                self._parts[index].append(Part(number, p, *piece[1:], tensor))
+            self._divide_sequence(members, cuts)
         for parts in self._parts[place:]:
             parts.sort(key=lambda part: part.number)
+
+    def _divide_sequence(
+        self, members: list[tuple[int, int, torch.Tensor]], cuts: bool
+    ) -> None:
+        """Divide parameters that are alike, and add this rank's parts.
+
+        Args:
+            members: the parameters, each after its group's number and its own.
+            cuts: whether ranks may have a part of one.
+        """
+        sizes = [p.numel() for _, _, p in members]
+        divided = (
+            partition.evenly(sizes, self._ranks)
+            if cuts
+            else partition.by_load(sizes, self._loads)
+        )
+        members = [members[i] for i in divided.order]
+        self._sequences.append(_Sequence([p for _, _, p in members], divided))
+        for piece in divided.pieces(self._rank):
+            index, number, p = members[piece.place]
+            tensor = p
+            if piece.stop - piece.start < p.numel():
+                flat = p.detach().view(-1)[piece.start : piece.stop]
+                tensor = torch.nn.Parameter(flat, p.requires_grad)
+            self._parts[index].append(Part(number, p, *piece[1:], tensor))
 
     def _all_parts(self) -> Iterator[Part]:
         """Yield this rank's parts, in the order of the local optimizer."""
