@@ -240,8 +240,8 @@ def as_floating(dtype: DType) -> DType:
 
 
 def widened(dtype: DType) -> DType:
-    """Return the dtype that computes with a floating one: float32 for 16 bits."""
-    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    """Return the dtype that computes with a floating one: float32 for up to 16 bits."""
+    return np.dtype(np.float32) if dtype.itemsize <= 2 else dtype
 
 
 def restore(array: Array, kind: LeafKind) -> Nest:

@@ -59,7 +59,7 @@ Reduction: TypeAlias = ReduceOp | str | ReduceFunction
 
 
 MPIOp = Literal["SUM", "PROD", "MIN", "MAX"]
-"""How two values become one: an operation of MPI and of the core."""
+"""How two values become one, by the name that MPI, NCCL and the core have for it."""
 
 COMBINE: Final[dict[MPIOp, np.ufunc]] = {
     "SUM": np.add,

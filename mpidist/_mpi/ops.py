@@ -29,7 +29,7 @@ def host_op(dtype: str, operation: str) -> tuple[Any, Any]:
 
     Args:
         dtype: kind and bytes, as of `mpidist._native.ReduceLeaf`.
-        operation: "SUM", "PROD", "MIN" or "MAX".
+        operation: as of `COMBINE`.
 
     Returns:
         An `mpi4py.MPI.Datatype` of one element, and an `mpi4py.MPI.Op`.

@@ -53,7 +53,7 @@ class ReduceLeaf(NamedTuple):
 
     Attributes:
         dtype: kind and bytes, as in "f8"; "bf2" for bfloat16.
-        operation: "SUM", "PROD", "MIN" or "MAX"; a mean is a sum with a divisor.
+        operation: as of `COMBINE` in `reduce_op`; a mean is a sum with a divisor.
         shape: of the leaf.
         divisor: of a mean; 0: none.
     """

@@ -7,6 +7,7 @@ import pytest
 from replicas import all_reduce, context, local
 
 import mpidist
+from mpidist._base.reduce_op import COMBINE
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
@@ -107,15 +108,9 @@ def check_integers(strategy, dtype):
     edges = [
         [limits.max - k, limits.min + k, limits.max // 2 + k, 3] for k in range(size)
     ]
-    functions = {
-        "SUM": np.add,
-        "PROD": np.multiply,
-        "MIN": np.minimum,
-        "MAX": np.maximum,
-    }
     for count in (1, 20, 3_000, 100_000):
         parts = [np.resize(np.array(x, dtype), count) for x in edges]
-        for op, function in functions.items():
+        for op, function in COMBINE.items():
             want = functools.reduce(function, parts)
             for _ in range(2):  # the second time by the plan
                 found = all_reduce(strategy, op, parts[rank])

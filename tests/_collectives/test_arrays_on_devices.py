@@ -1,5 +1,6 @@
 """The core on NumPy arrays, on host memory that poses as a GPU array, and on CuPy."""
 
+import functools
 import itertools
 import sys
 
@@ -11,6 +12,7 @@ from replicas import all_reduce, context, everywhere, local
 
 import mpidist
 from mpidist._base import backend
+from mpidist._base.reduce_op import COMBINE
 from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -74,9 +76,7 @@ def expected(op, dtype, arrays):
     if op.name == "MEAN":
         result = np.mean(wide, axis=0)
         return result if dtype.kind in "iu" else result.astype(dtype)
-    reduce = {"SUM": np.sum, "PROD": np.prod, "MIN": np.min, "MAX": np.max}[op.name]
-    kwargs = {"dtype": dtype} if op.name in ("SUM", "PROD") and wide is arrays else {}
-    return reduce(wide, axis=0, **kwargs).astype(dtype)
+    return functools.reduce(COMBINE[op.name], wide).astype(dtype)
 
 
 def test_functions_as_operations(where, rank, size):

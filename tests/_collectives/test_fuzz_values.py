@@ -38,7 +38,8 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._base import backend
+from mpidist._base import backend, reduce_op
+from mpidist._base.reduce_op import RULES
 from mpidist._strategy.strategy import group_of
 
 # More than for other tests only with $MPIDIST_FUZZ: 100 seeds are 25 times as much.
@@ -51,13 +52,7 @@ DTYPES = (
 )
 # Around what the transports distinguish, in bytes.
 BORDERS = (1, 64, 4096, 16 * 2**10, 32 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 2**21)
-COMBINE = {
-    "SUM": np.add,
-    "MEAN": np.add,
-    "PROD": np.multiply,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-}
+COMBINE = {op.name: reduce_op.COMBINE[rule.combining] for op, rule in RULES.items()}
 
 
 class Subclass(np.ndarray):

@@ -28,13 +28,7 @@ from mpidist._strategy.strategy import group_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
 
-REDUCERS = {
-    "SUM": np.sum,
-    "MEAN": np.mean,
-    "MIN": np.min,
-    "MAX": np.max,
-    "PROD": np.prod,
-}
+REDUCERS = {op.name: getattr(np, op.name.lower()) for op in mpidist.ReduceOp}
 
 
 def assert_same_on_all(x):

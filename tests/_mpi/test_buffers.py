@@ -103,7 +103,7 @@ DTYPES = ["float64", "float32", "int32", "uint64", "complex128"]
 
 
 @core_by_mpi
-@pytest.mark.parametrize("op", ["SUM", "PROD", "MIN", "MAX"])
+@pytest.mark.parametrize("op", COMBINE)
 def test_reductions(buffers, op):
     rank, size = buffers.rank, buffers.size
     for count, dtype in itertools.product(COUNTS, DTYPES):

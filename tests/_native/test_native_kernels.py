@@ -21,14 +21,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist._base.reduce_op import ReduceOp
+from mpidist._base.reduce_op import COMBINE, ReduceOp
 from mpidist._collectives import dtype_table
 
 SOURCE = pathlib.Path(__file__).parents[2] / "mpidist" / "_native" / "kernels.c"
 FLAGS = "-O3 -std=c11 -ffp-contract=off -fno-math-errno -fno-trapping-math"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 COUNTS = (0, 1, 7, 4095, 4096, 4097, 20011)
-OPS = ("SUM", "PROD", "MIN", "MAX")
+OPS = tuple(COMBINE)
 EXTREMES = ("MIN", "MAX")
 
 DTYPES: dict[str, np.dtype[Any]] = {"b1": np.dtype(bool), "bf2": BFLOAT16} | {
