@@ -12,11 +12,6 @@ reached by passing those before it.
 Requests for tokens include the *pass*: the number of the iteration over the dataset,
 and of the round of each `repeat` around the stage. A shuffle computes its order from
 its seed and the pass, identically on all ranks.
-
-grain has such stages, and was rejected as their engine: it takes 0.5 s and 360 modules
-to import, protobuf and absl among them, and its wheels need a recent glibc. Its
-shuffles have other orders and states than tf.data's and than existing checkpoints. Its
-datasets are accepted as inputs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """The formulas are those of torch; the same weights on any number of ranks."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import posing
 import pytest
+from launching import ROOT
 from replicas import assert_equal_copies, core_on_ranks, from_replicas, own
 
 import mpidist
@@ -89,6 +92,16 @@ def test_the_formulas_are_those_of_torch(kind, dtype, clip):
             variable.numpy(), tensor.detach().numpy(), rtol=rounding, atol=rounding
         )
     assert int(optimizer.iterations) == 6
+
+
+def test_every_optimizer_is_compared_and_ported():
+    kinds = [x for x in vars(mpidist.optimizers).values() if isinstance(x, type)]
+    rules = {x.__name__ for x in kinds if issubclass(x, mpidist.optimizers.Optimizer)}
+    rules.remove("Optimizer")
+    assert {name for name, _ in KINDS.values()} == rules
+    script = (ROOT / "docs" / "port.sed").read_text(encoding="utf-8")
+    for names in re.findall(r"\(([\w?|]*RMSprop[\w?|]*)\)", script):
+        assert all(re.fullmatch(names, rule) for rule in rules), names
 
 
 def test_centered_rmsprop_of_equal_gradients_is_finite():
