@@ -269,20 +269,30 @@ _ON_ONE_RANK: Final = {
 }
 
 
+# By the part of a call in which alone the ranks differ.
+_ALIKE: Final = {
+    r"no seed: \d+": (
+        "The order of a `shuffle` without a seed depends on how many the rank has made "
+        "before; give shuffle a seed"
+    ),
+    r" = .*checksum \w+": (
+        "Here, outside of replica functions, the value must be the same on all ranks: "
+        "pass what `strategy.reduce` or `strategy.gather` returns, or make the call in "
+        "a function for `strategy.run`, where each replica has its own"
+    ),
+    r" -> [][(){}*, ]+(?= \[#\d+\]$|$)": (
+        "Return nests of one structure; of a list whose length differs an array, as in "
+        "`return numpy.array(values)`, for `strategy.gather(result, axis=0)`"
+    ),
+}
+
+
 def _remedies(reports: list[Report]) -> list[str]:
     """Return what to write for some mistakes."""
     calls = {report.call for report in reports}
-    if len(calls) > 1 == len({re.sub(r"no seed: \d+", "", call) for call in calls}):
-        return [
-            "The order of a `shuffle` without a seed depends on how many the rank has "
-            "made before; give shuffle a seed"
-        ]
-    if len(calls) > 1 == len({re.sub(r" = .*checksum \w+", "", x) for x in calls}):
-        return [
-            "Here, outside of replica functions, the value must be the same on all "
-            "ranks: pass what `strategy.reduce` or `strategy.gather` returns, or make "
-            "the call in a function for `strategy.run`, where each replica has its own"
-        ]
+    for part, remedy in _ALIKE.items():
+        if len(calls) > 1 == len({re.sub(part, "", call) for call in calls}):
+            return [remedy]
     if any(" [optimizer #" in call for call in calls):
         return [
             "With `overlap=True` gradients are reduced in `backward()`: on every rank "

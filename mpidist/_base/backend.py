@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mpidist._base import gpus, guests
 from mpidist._base.expect import expect
+from mpidist._base.nest import Structure
 from mpidist._base.types import Array, DeviceArray, DType, HostArray, Nest, Shape
 
 LeafKind = Literal["array", "scalar", "number", "torch", "jax"]
@@ -165,6 +166,20 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
     raise TypeError(f"{call}: {_not_an_array(x)}")
 
 
+def as_arrays(
+    leaves: list[Nest], structure: Structure, call: str
+) -> list[tuple[Array, LeafKind]]:
+    """Return `as_array` of the leaves of a nest; an error says which leaf it is."""
+    pairs: list[tuple[Array, LeafKind]] = []
+    for leaf in leaves:
+        try:
+            pairs.append(as_array(leaf, call))
+        except (TypeError, ValueError, OverflowError) as error:
+            structure.name_leaf(len(pairs), error)
+            raise
+    return pairs
+
+
 def _not_an_array(x: object) -> str:
     kind = type(x).__name__
     if x is None:
@@ -200,10 +215,14 @@ def check_dtype(dtype: DType, call: str) -> None:
     """Raise a TypeError if a dtype does not hold numbers."""
     if number_kind(dtype) in _NUMBERS:
         return
+    write = "`x.astype(float)` if the array holds numbers"
+    if dtype.names:
+        write = f"`x[{dtype.names[0]!r}]`, and so on: its fields one by one"
+    elif dtype.kind in "mM":
+        write = '`x.view("int64")`, in which NaT is the smallest number'
     raise TypeError(
         f"{call}: arrays of dtype {dtype} cannot be communicated; expected a bool, "
-        "integer, floating or complex dtype. Write `x.astype(float)` if the array "
-        "holds numbers"
+        f"integer, floating or complex dtype. Write {write}"
     )
 
 

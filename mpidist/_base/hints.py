@@ -90,7 +90,8 @@ def _hint(owner: object, name: str) -> str:
             "mpidist: get_replica_context() returns None in cross-replica context, as "
             "in `with strategy.scope():`; call it in the function that you pass to "
             "`strategy.run`. Here write `strategy.reduce(op, value, axis=None)` or "
-            "`strategy.gather(value, axis)`"
+            "`strategy.gather(value, axis)`; in a merge_fn call another as it is: "
+            "`merge_fn(strategy, value)`"
         )
     if name == "module" and hasattr(owner, "named_parameters"):
         return "mpidist: no wrapper is around a module; leave out `.module`"

@@ -85,6 +85,12 @@ class Structure:
             pieces += (leaf, part)
         return "".join(pieces)
 
+    def name_leaf(self, number: int, error: Exception) -> None:
+        """Say in an error which leaf it is about, as ``['b'][0]``."""
+        number = number if self._order is None else self._order[number]
+        place = "".join(f"[{key!r}]" for key in self._spec.paths()[number])
+        error.args = (f"{error}{place and f' (it is the leaf {place})'}",)
+
     def sort(self, leaves: list[Nest]) -> list[Nest]:
         """Return leaves in this structure's order, given those in optree's order."""
         if self._order is None:

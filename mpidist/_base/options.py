@@ -137,7 +137,8 @@ class CommunicationOptions:
             return self
         name = "CommunicationOptions"
         what = f"`options` to be a `mpidist.experimental.{name}`"
-        expect(isinstance(options, CommunicationOptions), name, what, options)
+        hint = "several values are one nest: write `[x, y]`"
+        expect(isinstance(options, CommunicationOptions), name, what, options, hint)
         unset = vars(CommunicationOptions())
         given = {name: x for name, x in vars(options).items() if x != unset[name]}
         return dataclasses.replace(self, **given)

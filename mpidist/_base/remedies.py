@@ -56,7 +56,7 @@ def tables() -> dict[str, dict[str, dict[str, Any]]]:
 
 _PYTHONS: Final = ("annotations", "TYPE_CHECKING")  # imported for Python itself
 _later: Final[dict[str, Mapping[str, tuple[str, ...]]]] = {}
-_published: Final[dict[str, Any]] = {}  # None: several have this name
+_published: Final[dict[str, list[Any]]] = {}  # by name
 
 
 def publish(
@@ -124,8 +124,9 @@ def _claim(value: Any, module: str) -> None:
             if isinstance(note, str):
                 notes[key] = ForwardRef(note, module=value.__module__, is_class=True)
     value.__module__ = module
-    name = value.__name__
-    _published[name] = value if _published.get(name, value) is value else None
+    same = _published.setdefault(value.__name__, [])
+    if value not in same:
+        same.append(value)
 
 
 def explain_attributes(cls: _T, owner: str = "") -> _T:
@@ -207,8 +208,16 @@ def wrong_call(text: str, names: Mapping[str, Any]) -> str:
         names: the globals of the caller, which may have something else of that name.
     """
     found = re.match(r"((\w+)(?:\.(\w+))?)\(\) .*\bargument(?:s| '(\w+)')?", text)
-    called = _published.get(found[2]) if found else None
-    if found is None or called is None or names.get(found[2], called) is not called:
+    if found is None:
+        return ""
+    heirs = [
+        one
+        for same in _published.values()
+        for one in same
+        if one.__init__.__qualname__ == found[1]
+    ]
+    called, *others = _published.get(found[2], heirs[:1]) or [None]
+    if called is None or others or names.get(found[2], called) is not called:
         return ""
     keyword = tables()["keywords"].get(found[1], {}).get(found[4])
     if keyword is not None:
@@ -222,6 +231,8 @@ def wrong_call(text: str, names: Mapping[str, Any]) -> str:
         if one.name != "self"
     ]
     taken = inspect.Signature(parameters)
+    if heirs[1:]:  # Python names the class that they inherit from
+        return f"the arguments of such a class are `{taken}`"
     return f"call it as `{found[1].removesuffix('.__init__')}{taken}`"
 
 

@@ -93,7 +93,7 @@ class AllGathers:
                     f"{call} does not support IndexedSlices; gather its `values` and "
                     "`indices`"
                 )
-            pairs = [backend.as_array(leaf, call) for leaf in leaves]
+            pairs = backend.as_arrays(leaves, structure, call)
             arrays = [x for x, _ in pairs]
             axis = as_int(call, "axis", axis)
             axes = [_check_axis(x, axis, call) for x in arrays]

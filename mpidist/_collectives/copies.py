@@ -95,7 +95,7 @@ class Copies:
             merged = resources.merge_options(options)
             transports = resources.transports_of(merged)
             leaves, structure = nest.flatten(tree)
-            pairs = [backend.as_array(leaf, call) for leaf in leaves]
+            pairs = backend.as_arrays(leaves, structure, call)
             results = [x.copy() for x, _ in pairs]
         text = structure.render([backend.describe(x) for x in results])
         text += resources.text_of_devices(results, structure)
@@ -325,7 +325,7 @@ class Copies:
         call = "buffers_like"
         with self.resources.guard.checking(call):
             leaves, structure = nest.flatten(tree)
-            like = [backend.as_array(leaf, call)[0] for leaf in leaves]
+            like = [x for x, _ in backend.as_arrays(leaves, structure, call)]
             results = self._zeros(like)
         text = structure.render([backend.describe(x) for x in like])
         self.resources.guard.agree(Call(f"{call} {text}"))

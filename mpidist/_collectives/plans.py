@@ -154,7 +154,7 @@ class Plans:
             leaves, structure = nest.flatten(tree)
             has_slices = any(isinstance(leaf, IndexedSlices) for leaf in leaves)
             if not has_slices:
-                pairs = [backend.as_array(leaf, call) for leaf in leaves]
+                pairs = backend.as_arrays(leaves, structure, call)
                 arrays = [array for array, _ in pairs]
                 form = _form_of(tree, structure, arrays)
                 call_key = (call, op._name_, options, root, form)

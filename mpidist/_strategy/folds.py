@@ -71,7 +71,7 @@ def fold(
         leaves, structure = nest.flatten(tree)
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
             raise TypeError(f"{call}: got IndexedSlices; reduce a dense array")
-        pairs = [backend.as_array(leaf, call) for leaf in leaves]
+        pairs = backend.as_arrays(leaves, structure, call)
         rows = structure.unflatten([array[None] for array, _ in pairs])
     gathered = nest.flatten(collectives.all_gather(rows, 0, options, call))[0]
 

@@ -251,23 +251,32 @@ def all_reduce(
     group = group_of_call(strategy, call)
     with group.guard.checking(call):
         checked = as_reduce_op(op, call)
-        leaves, _ = nest.flatten(tensors)
-        for leaf in leaves:
-            is_tensor = guests.kind_of(leaf) == "torch"
-            expect(is_tensor, call, "tensors", leaf, "write `torch.as_tensor(x)`")
-            # torch refuses to write to it, which is too late after the reduction.
-            steps = zip(leaf.shape, leaf.stride(), strict=True)
-            own = all(n < 2 or step for n, step in steps)
-            expect(own, call, "a tensor that is not expanded", leaf, _WRITE_CLONE)
-            if checked is ReduceOp.MEAN and not leaf.dtype.is_floating_point:
-                fits = leaf.dtype.is_complex
-                hint = "whose mean is no integer; write `x.float()`"
-                expect(fits, call, "floats for MEAN", leaf, hint)
+        leaves, structure = nest.flatten(tensors)
+        for number, leaf in enumerate(leaves):
+            try:
+                _check_replaced(leaf, checked, call)
+            except TypeError as error:
+                structure.name_leaf(number, error)
+                raise
     results, _ = nest.flatten(group.all_reduce(checked, tensors, None, call))
     with torch.inference_mode():  # without autograd, into tensors made there too
         for tensor, result in zip(leaves, results, strict=True):
             tensor.copy_(result)
     return tensors
+
+
+def _check_replaced(leaf: Nest, op: ReduceOp, call: str) -> None:
+    """Raise a TypeError unless a leaf is a tensor that can hold the result."""
+    is_tensor = guests.kind_of(leaf) == "torch"
+    expect(is_tensor, call, "tensors", leaf, "write `torch.as_tensor(x)`")
+    # torch refuses to write to it, which is too late after the reduction.
+    steps = zip(leaf.shape, leaf.stride(), strict=True)
+    own = all(n < 2 or step for n, step in steps)
+    expect(own, call, "a tensor that is not expanded", leaf, _WRITE_CLONE)
+    if op is ReduceOp.MEAN and not leaf.dtype.is_floating_point:
+        fits = leaf.dtype.is_complex
+        hint = "whose mean is no integer; write `x.float()`"
+        expect(fits, call, "floats for MEAN", leaf, hint)
 
 
 _WRITE_PARAMETERS: Final = "write `module.parameters()`"

@@ -148,9 +148,8 @@ def test_another_variable(strategy, rank, last):
 
 
 def test_results_of_another_structure(strategy, rank, last):
-    expect_mismatch(
-        strategy, lambda: [1.0] if rank == last else [1.0, 2.0], "[*]", "[*, *]"
-    )
+    lists = "[*]", "[*, *]", "`return numpy.array(values)`"
+    expect_mismatch(strategy, lambda: [1.0] if rank == last else [1.0, 2.0], *lists)
 
 
 def test_run_on_some_ranks_and_reduce_on_others(strategy, rank, last):

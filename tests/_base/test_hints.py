@@ -17,7 +17,7 @@ from mpidist._base.hints import add_hint
         (np.ones(2), "assign", "`variable.assign(new)`"),
         (np.float64(1), "assign_add", "`variable.assign(new)`"),
         (None, "all_reduce", "get_replica_context() returns None"),
-        (None, "merge_call", "`strategy.run`"),
+        (None, "merge_call", "in a merge_fn call another as it is: `merge_fn("),
     ],
 )
 def test_hints(owner, name, text):

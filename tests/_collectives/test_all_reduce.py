@@ -1,6 +1,7 @@
 """All-reduces and all-gathers, whatever an array is like on one of the ranks."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -125,7 +126,13 @@ def test_two_bytes_are_not_taken_for_the_bfloat16_of_a_call_before(strategy, siz
         for _ in range(2):  # the second time by the plan
             found = np.asarray(all_reduce(strategy, "SUM", tree))
             np.testing.assert_array_equal(found, np.full(found.shape, size, x.dtype))
-        for dtype in ("V2", [("a", "i1"), ("b", "i1")]):
-            other = x.view(dtype)
-            with pytest.raises(TypeError, match="cannot be communicated"):
+        for dtype, write in (
+            ("V2", "as"),
+            ([("a", "i1"), ("b", "i1")], "['a']"),
+            ("M8[s]", 'view("int64")'),
+        ):
+            other = np.zeros(16, "i1").view(dtype)
+            text = f"cannot be communicated.*Write `x.?{re.escape(write)}"
+            text += "" if tree is x else r".*leaf \[0\]"
+            with pytest.raises(TypeError, match=text):
                 all_reduce(strategy, "SUM", other if tree is x else [other, other])

@@ -222,7 +222,14 @@ def test_keywords_of_calls_in_hot_paths(call, owner_of):
             "data.Dataset.from_tensor_slices()",
             "Dataset.from_tensor_slices(tensors, name=None)",
         ),
-        ("metrics.Mean(title=1)", "Mean(name=None, dtype=None)"),
+        (
+            "losses.MeanSquaredError(reduc=1)",
+            "(reduction='sum_over_batch_size', name=None, dtype=None)",
+        ),
+        (
+            "metrics.Precision(threshold=1)",
+            "(thresholds=None, name=None, dtype=None)",
+        ),
         (
             "compute_average_loss(batch_size=1)",
             "compute_average_loss(per_example_loss, sample_weight=None, "
@@ -244,7 +251,8 @@ def test_calls_that_python_refuses(call, note):
     if not note:  # of the program, by a name of mpidist's
         exec("def global_batch_size(x): pass", names)
     added = note_on(lambda: eval(call, names))
-    assert added == (note and f"mpidist: call it as `{note}`")
+    what = "the arguments of such a class are" if note[:1] == "(" else "call it as"
+    assert added == (note and f"mpidist: {what} `{note}`")
 
 
 def test_protocols_are_not_disturbed():

@@ -359,9 +359,9 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
     assert "write `torch.as_tensor(x)`" in texts[0]
     raises_everywhere(TypeError, lambda: mt.all_reduce(given, "SUM", strategy="all"))
     texts = raises_everywhere(
-        TypeError, lambda: mt.all_reduce(given, "MEAN", strategy=strategy)
+        TypeError, lambda: mt.all_reduce({"n": given}, "MEAN", strategy=strategy)
     )
-    assert "write `x.float()`" in texts[0]
+    assert "write `x.float()` (it is the leaf ['n'])" in texts[0]
     average = torch.distributed.ReduceOp.AVG
     product = torch.distributed.ReduceOp.PRODUCT
     for op, name in ((average, "MEAN"), (product, "PROD")):
