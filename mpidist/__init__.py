@@ -53,10 +53,15 @@ from mpidist._strategy.current import (
     seed_all as seed_all,
 )
 from mpidist._strategy.extended import StrategyExtended as StrategyExtended
-from mpidist._strategy.mpi_strategy import (
+from mpidist._strategy.mpi_strategy import MPIStrategy as MPIStrategy
+from mpidist._strategy.replica_context import ReplicaContext as ReplicaContext
+from mpidist._strategy.strategy import (
+    CommunicationStatistics as CommunicationStatistics,
+    Strategy as Strategy,
+)
+from mpidist._strategy.tensorflow_names import (
     CentralStorageStrategy as CentralStorageStrategy,
     MirroredStrategy as MirroredStrategy,
-    MPIStrategy as MPIStrategy,
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     OneDeviceStrategy as OneDeviceStrategy,
     ParameterServerStrategy as ParameterServerStrategy,
@@ -64,11 +69,6 @@ from mpidist._strategy.mpi_strategy import (
     TPUStrategy as TPUStrategy,
     maybe_merge_call as maybe_merge_call,
     strategy_supports_no_merge_call as strategy_supports_no_merge_call,
-)
-from mpidist._strategy.replica_context import ReplicaContext as ReplicaContext
-from mpidist._strategy.strategy import (
-    CommunicationStatistics as CommunicationStatistics,
-    Strategy as Strategy,
 )
 from mpidist._values.consistency import check_in_sync as check_in_sync
 from mpidist._values.creators import variable_creator_scope as variable_creator_scope

@@ -10,7 +10,7 @@ from mpidist._base.options import (
 )
 from mpidist._base.remedies import publish as _publish
 from mpidist._strategy.contexts import ValueContext as ValueContext
-from mpidist._strategy.mpi_strategy import (
+from mpidist._strategy.tensorflow_names import (
     CentralStorageStrategy as CentralStorageStrategy,
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     ParameterServerStrategy as ParameterServerStrategy,

@@ -18,7 +18,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._base import threads
+from mpidist._base import gpus, threads
 from mpidist._base.remedies import tables
 
 pytestmark = [pytest.mark.mpi, pytest.mark.replicas(2, 3)]
@@ -119,8 +119,11 @@ def test_programs_count_devices_to_choose_a_strategy(strategy, size):
 def test_arguments_of_strategies_that_make_no_sense(strategy, size):
     mirrored, workers = mpidist.MirroredStrategy, mpidist.MultiWorkerMirroredStrategy
     too_many = ["CPU:0"] * (size + 1)
+    no_gpu = [*too_many[2:], "GPU:99"]  # of the last rank
+    kind = ValueError if gpus.count_gpus()[0] else RuntimeError
     for error, create, match in [
         (ValueError, lambda: mirrored(too_many), f"`mpirun -n {size + 1}`"),
+        (kind, lambda: mirrored(no_gpu), "gpu:99"),
         (ValueError, lambda: mirrored(["TPU:0"] * size), "'TPU:0' is not a device"),
         (TypeError, lambda: mirrored("GPU:0"), "list of strings"),
         (TypeError, lambda: mirrored(2), "list of strings"),
