@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import one_gpu
 import pytest
+from launching import RANK_VARIABLES
 from replicas import HAS_CORE, everywhere, wait_asleep
 
 import mpidist
@@ -36,7 +37,6 @@ from mpidist.testing import each_replica
 
 pytest_plugins = ["pytest_mpidist"]
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 LAUNCHED = any(name in os.environ for name in RANK_VARIABLES)
 RANK = next((int(os.environ[n]) for n in RANK_VARIABLES if n in os.environ), 0)
 

@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 # What mpirun gives its ranks. If pytest is one, these would make another mpirun believe
 # that it is part of the same job.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _OF_JOBS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_")
 
 # The test machine may have fewer cores than ranks, and be a container without a user.
@@ -281,7 +281,7 @@ def plain_environment() -> dict[str, str]:
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment to start mpirun in."""
     env = dict(os.environ)
-    if any(name in env for name in _RANK_VARIABLES):
+    if any(name in env for name in RANK_VARIABLES):
         env = {k: v for k, v in env.items() if not k.startswith(_OF_JOBS)}
     for name, value in _SETTINGS.items():
         env.setdefault(name, value)

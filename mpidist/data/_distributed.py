@@ -55,11 +55,11 @@ from mpidist.data._rows import (
     PAD,
     LazyBlock,
     RowBlock,
-    batch_spec,
     count_rows,
     describe,
     describe_rows,
     empty_of,
+    spec_with_rows,
 )
 from mpidist.data._shards import (
     check_options,
@@ -268,7 +268,7 @@ class DistributedDataset:
         if self._empty is not None:
             return self._empty.spec(batched=True)
         spec = self._stage.element_spec
-        return spec if self._is_own else batch_spec(spec)
+        return spec if self._is_own else spec_with_rows(spec)
 
     def cardinality(self) -> int:
         """Return the number of steps in an epoch.

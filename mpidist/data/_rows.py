@@ -48,7 +48,7 @@ class RowBlock:
         """Return the specs of the leaves; of batches of any number of rows."""
         specs = [ArraySpec(tuple(map(int, x.shape)), x.dtype) for x in self.leaves]
         spec = self.structure.unflatten(specs)
-        return batch_spec(spec) if batched else spec
+        return spec_with_rows(spec) if batched else spec
 
     def checksum(self) -> int:
         """Return a checksum of its contents, the same in every process; not 0."""
@@ -343,7 +343,7 @@ def gather(x: Any, indices: HostArray) -> Array:
 # --- specs -------------------------------------------------------------------------
 
 
-def batch_spec(spec: Nest, rows: int | None = None) -> Nest:
+def spec_with_rows(spec: Nest, rows: int | None = None) -> Nest:
     """Return the specs of a batch of other rows, or any number, given a batch's."""
     return nest.map_structure(
         lambda one: ArraySpec((rows, *one.shape[1:]) if one.shape else (), one.dtype),

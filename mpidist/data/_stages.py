@@ -41,10 +41,10 @@ from mpidist.data._options import (
 from mpidist.data._rows import (
     LazyBlock,
     RowBlock,
-    batch_spec,
     block_of,
     copied,
     protected,
+    spec_with_rows,
     stack,
     unshared,
 )
@@ -219,7 +219,7 @@ class Stage:
             block = block.part(0, 1)
         if block is not None:
             spec = block.spec()
-            return spec if self.batch_size is None else batch_spec(spec, rows)
+            return spec if self.batch_size is None else spec_with_rows(spec, rows)
         message = (
             "Dataset.element_spec: the dataset is empty, so its elements are unknown"
         )

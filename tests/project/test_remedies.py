@@ -126,6 +126,12 @@ def test_shared_texts_are_in_their_places():
     assert all(not text.startswith("=") for _, _, text in texts())
 
 
+def test_calls_that_explain_keywords_have_a_table():
+    for path in (ROOT / "mpidist").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert set(re.findall(r'explain_keywords\("(.+)"\)', text)) <= KEYWORDS.keys()
+
+
 def test_the_tables_name_what_there_is():
     for owner, name, text in texts():
         where = f"{owner} {name}: {text}"
