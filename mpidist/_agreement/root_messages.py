@@ -108,7 +108,7 @@ class RootMessages:
             try:
                 while not (parts and parts[-1].startswith(b"\1")):
                     part = ring.take()
-                    if part == LEFT:
+                    if isinstance(part, int):  # LEFT
                         raise LeftError(ring.who)
                     parts.append(part)
             except BaseException as error:

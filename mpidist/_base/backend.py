@@ -189,15 +189,12 @@ def _not_an_array(x: object) -> str:
             "the same shape where only some ranks have none"
         )
     if isinstance(x, (list, tuple, range)):
-        return (
-            f"expected an array, got a {kind}; write `numpy.asarray(...)` around the "
-            f"{kind}"
-        )
+        return f"expected an array, got a {kind}; write `numpy.asarray(...)` around it"
     if isinstance(x, Mapping):
-        return (
-            f"expected an array or a number, got a {kind}, which is no plain dict; "
-            "write `dict(...)` around it"
-        )
+        how = ", which is no plain dict; write `dict(...)` around it"
+        if type(x) is dict:
+            how = "; make a call for each of its values"
+        return f"expected an array or a number, got a {kind}{how}"
     if hasattr(x, "__dlpack__"):
         return (
             "expected an array of NumPy, CuPy, torch or JAX, got "

@@ -115,7 +115,10 @@ class Supervisor:
             self._process = None
             if code == 0 and not os.path.exists(ended):
                 if self.outlives_ranks:
-                    _say("no rank has come to the end of its program: all were killed")
+                    _say(
+                        "no rank has come to the end of its program: all were killed, "
+                        "or none has made a strategy"
+                    )
                     return _KILLED
                 if os.path.exists(ended + BEGUN):
                     _say(

@@ -317,6 +317,11 @@ def test_other_wrong_arguments(strategy, rank, in_cross_replica):
         (ValueError, lambda s, x: s.extended.update_non_slot([np.ones(3)], abs)),
     ):
         raises_everywhere(kind, lambda call=call: in_cross_replica(call, 1.0))
+    raises_everywhere(
+        TypeError,
+        lambda: strategy.extended.broadcast_to({"a": 1.0}, "/cpu:0"),
+        "got a dict; make a call for each of its values",
+    )
 
 
 @pytest.mark.mpi(min_size=2)

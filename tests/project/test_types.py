@@ -93,6 +93,6 @@ def test_types_of_public_names_are_complete():
 
 
 def test_the_program_of_types_runs():
-    done = run_ranks(2, [str(TYPED)], timeout=100)
+    done = run_ranks(2, ["-bb", str(TYPED)], timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["(0, 0)", "1.5"]
