@@ -306,9 +306,10 @@ def initial_array(
         # In native byte order, in which the other ranks get it.
         x = backend.as_array(x.astype(dtype), call)[0]
     backend.check_dtype(x.dtype, call)
-    if shape is not None and tuple(x.shape) != tuple(shape):
+    wanted = (shape,) if isinstance(shape, int) else shape
+    if wanted is not None and tuple(x.shape) != tuple(wanted):
         raise ValueError(
-            f"{call}: expected an initial value of shape {tuple(shape)}, got "
+            f"{call}: expected an initial value of shape {tuple(wanted)}, got "
             f"{backend.describe(x)}"
         )
     floating = backend.number_kind(x.dtype) in "fc"

@@ -653,6 +653,7 @@ class Dataset(metaclass=_Names):
         name: str | None = None,
     ) -> Nest:
         """Fold the elements: ``state = reduce_func(state, element)`` for each."""
+        _as_call("reduce", "reduce_func", reduce_func)
         state = initial_state
         for element in self:
             state = reduce_func(state, element)

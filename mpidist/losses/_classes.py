@@ -84,9 +84,10 @@ class Loss:
         dtype: object = None,
     ) -> None:
         kind = type(self).__name__
-        known = reduction in _KINDS
+        known = isinstance(reduction, str | None) and reduction in _KINDS
         what = f"`reduction` to be one of {', '.join(map(repr, _KINDS))}"
-        expect(known, kind, what, reduction, error=ValueError)
+        hint = f"a loss of arrays is `{kind}()(y_true, y_pred)`"
+        expect(known, kind, what, reduction, hint, error=ValueError)
         self.name: str = name or kind
         self.reduction: str = "none" if reduction is None else reduction
         self._options: dict[str, Any] = {}

@@ -127,7 +127,7 @@ def fail():
             "not floating",
         ),
         ({"initial_value": [True], "aggregation": SUM}, ValueError, "of bool"),
-        ({"initial_value": [1.0], "shape": (2,)}, ValueError, "shape (2,)"),
+        ({"initial_value": [1.0], "shape": 2}, ValueError, "shape (2,)"),
         *(
             (
                 {"initial_value": 1.0, "aggregation": name},

@@ -858,6 +858,7 @@ D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
         (lambda: TEN.concatenate([1]), TypeError, "expected a Dataset"),
         (lambda: TEN.filter(None), TypeError, "expected a function"),
         (lambda: TEN.map(3), TypeError, "expected a function"),
+        (lambda: TEN.reduce(max, 0), TypeError, "a function as `reduce_func`, got 0"),
         (lambda: TEN.map(abs, 0), ValueError, "`num_parallel_calls` to"),
         (lambda: TEN.interleave(abs, 0), ValueError, "`cycle_length` to"),
         (lambda: TEN.interleave(abs, 1, 0), ValueError, "`block_length` to"),

@@ -172,8 +172,9 @@ def test_columns_are_not_compared_with_rows():
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="`reduction` to be one of"):
-        losses.MeanSquaredError(reduction="avg")
+    for bad in ("avg", np.ones(2)):
+        with pytest.raises(ValueError, match=r"`reduction` to be .*\(y_true, y_pred"):
+            losses.MeanSquaredError(bad)
     with pytest.raises(ValueError, match="`axis` to be -1"):
         losses.CategoricalCrossentropy(axis=1)
     with pytest.raises(ValueError, match=r"crossentropy: .* `axis` to be -1"):

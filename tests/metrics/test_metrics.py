@@ -489,6 +489,8 @@ def test_settings_that_are_no_numbers_are_refused():
     ):
         with pytest.raises(TypeError, match=f"{line}, got '2' of type str"):
             call("2")
+    with pytest.raises(TypeError, match=r"`name` to be a string.*`update_state`"):
+        metrics.MeanSquaredError(np.ones(2), np.ones(2))
     with pytest.raises(ValueError, match="`k` to be 1 or more, got 0"):
         metrics.SparseTopKCategoricalAccuracy(k=0)
 
