@@ -44,7 +44,7 @@ class _AnyMPIStrategy(type):
     """The type of the classes below: every `MPIStrategy` is an instance of them."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        if cls in _NAMES:
+        if cls in (MirroredStrategy, MultiWorkerMirroredStrategy):
             return isinstance(instance, MPIStrategy)
         return super().__instancecheck__(instance)
 
@@ -190,9 +190,6 @@ class CentralStorageStrategy(ParameterServerStrategy):
 
     Creating one raises a NotImplementedError, which says what to write.
     """
-
-
-_NAMES: Final = (MirroredStrategy, MultiWorkerMirroredStrategy)
 
 
 def strategy_supports_no_merge_call() -> bool:

@@ -42,6 +42,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._values.distributed import PerReplica
 from mpidist.data._ahead import read_ahead, stop_reading
+from mpidist.data._items import Calls, Items, state_of
 from mpidist.data._options import (
     AutoShardPolicy,
     InputContext,
@@ -68,7 +69,6 @@ from mpidist.data._shards import (
     split_input,
     split_rows,
 )
-from mpidist.data._sources import Calls, Items, state_of
 from mpidist.data._stages import Block, Part, Stage, TooShortError
 
 _DIFFERENT_ROWS: Final = (

@@ -11,6 +11,7 @@ from mpidist._base.expect import expect
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._combinations import Batch, Interleave
 from mpidist.data._dataset import Dataset, stage_of
+from mpidist.data._items import Items
 from mpidist.data._options import (
     AutoShardPolicy,
     InputOptions,
@@ -18,7 +19,7 @@ from mpidist.data._options import (
     as_policy,
 )
 from mpidist.data._rows import LazyBlock, RowBlock, block_of, count_rows, join
-from mpidist.data._sources import Items, is_nest
+from mpidist.data._sources import is_nest
 from mpidist.data._stages import UNKNOWN, Block, Derived, Part, Pass, Stage, Token
 
 _CALL: Final = "experimental_distribute_dataset"
@@ -103,9 +104,7 @@ def input_of(dataset: object, call: str) -> Stage:
 def _holds_rows(x: object) -> bool:
     """Whether this is an array, or a nest of arrays: a tuple or dict is one element."""
     if isinstance(x, list):
-        return bool(x) and all(
-            isinstance(part, (bool, int, float, complex)) for part in x
-        )
+        return bool(x) and all(isinstance(part, (int, float, complex)) for part in x)
     return is_nest(x)
 
 
