@@ -20,10 +20,11 @@ import tomllib
 import types
 import venv
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
-from launching import ROOT, run_ranks
+from launching import ROOT, run_alone, run_ranks
 from replicas import (
     context,
     core_by_mpi,
@@ -46,6 +47,7 @@ COMPILER = shlex.split(COMMAND)[0]
 HAS_COMPILER = bool(shutil.which(COMPILER))
 SITE = sysconfig.get_paths()["purelib"]
 BUILT = shutil.ignore_patterns("__pycache__", "_build", "*.so", "*.egg-info")
+APART = {"PYTHONPATH": ""}
 OFFLINE = ("--no-build-isolation", "--no-deps", "--no-index")
 PROGRAM = """
 import numpy as np
@@ -107,7 +109,7 @@ class Environment:
             ["-c", become],
             timeout=100,
             cwd=cwd,
-            env={"PYTHONPATH": "", "LD_LIBRARY_PATH": ":".join(libraries)},
+            env={**APART, "LD_LIBRARY_PATH": ":".join(libraries)},
         )
 
     @property
@@ -122,16 +124,19 @@ def pip(arguments: tuple[str, ...], variables: Mapping[str, str]) -> str:
         environment.pop(name, None)
     # The core's code is not what is tested here: built quickly.
     quick = {"MPIDIST_CORE_CFLAGS": "-O0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments],
-        capture_output=True,
-        text=True,
-        env={**environment, **quick, **variables},
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("-m", "pip", *arguments, base=environment, env={**quick, **variables})
     return done.stdout + done.stderr
+
+
+def run(
+    *command: str | os.PathLike[str],
+    base: Mapping[str, str] = os.environ,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Do as `run_alone`; it must end with code 0."""
+    done = run_alone(*command, base=base, timeout=200, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 @slow
@@ -149,13 +154,8 @@ def test_without_a_compiler_all_goes_by_mpi(tmp_path: pathlib.Path) -> None:
 
 def test_the_core_is_left_out_if_that_is_asked_for(tmp_path: pathlib.Path) -> None:
     copy = copy_of_the_checkout(tmp_path)
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "build"],
-        cwd=copy,
-        env={**os.environ, "MPIDIST_NO_CORE": "1"},
-        capture_output=True,
-        check=True,
-    )
+    command = sys.executable, "setup.py", "-q", "build"
+    run(*command, cwd=copy, env={"MPIDIST_NO_CORE": "1"})
     built = [path.name for path in (copy / "build").rglob("*")]
     assert "__main__.py" in built
     assert not [name for name in built if name.endswith(".so")]
@@ -177,22 +177,11 @@ def test_an_editable_installation_is_built_again(tmp_path: pathlib.Path) -> None
     source.write_text(source.read_text().replace(old, '"EAGER_BYTES", 4321'))
     environment.install(*OFFLINE, *options)
     program = "from mpidist._native import core; print(core.EAGER_BYTES)"
-    found = subprocess.run(
-        [environment.python, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=True,
-    )
+    found = run(environment.python, "-c", program, cwd=tmp_path, env=APART)
     assert found.stdout == "4321\n"
     source.write_text(source.read_text() + "\n")
-    found = subprocess.run(
-        [environment.python, "-c", "from mpidist import _native as n; print(n.core)"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=True,
-    )
+    program = "from mpidist import _native as n; print(n.core)"
+    found = run(environment.python, "-c", program, cwd=tmp_path, env=APART)
     assert found.stdout == "None\n"
     assert "rebuild it: `pip install -e .`" in found.stderr
 
@@ -225,14 +214,7 @@ def test_a_core_that_does_not_load_is_missing(
     name = "_core.cpython-27-linux.so" if is_python else f"_core{SUFFIX}"
     (copy / "mpidist" / "_native" / name).write_bytes(b"not an ELF file" * 100)
     program = "from mpidist import _native as n; print(n.available(), n.missing)"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy)},
-        check=True,
-    )
+    found = run("-c", program, cwd=copy, env={"PYTHONPATH": str(copy)})
     reason = f"another Python: {name}" if is_python else "ImportError: "
     assert found.stdout.startswith("False no native core: ")
     assert reason in found.stdout
@@ -309,14 +291,8 @@ from mpidist import _cli
 for page in ["", *sys.argv[1:]]:
     print("---", page, _cli.main(["docs", *page.split()]))
 """
-    printed = subprocess.run(
-        [environment.python, "-c", program, "port.sed", *named],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = environment.python, "-c", program, "port.sed", *named
+    printed = run(*command, cwd=tmp_path, env=APART)
     first, *texts = re.split(r"^--- .*? ?0\n", printed.stdout, flags=re.M)
     assert first.startswith("DECISIONS ")
     assert len(texts) == len(named) + 2
@@ -347,14 +323,8 @@ def test_a_source_distribution_has_all_files(tmp_path: pathlib.Path) -> None:
     (copy / "docs" / "_build" / "index.html").touch()
     (copy / "tests" / "old.pyc").touch()
     program = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
-    subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=copy,
-        # The sources are in it all the same.
-        env={**os.environ, "MPIDIST_NO_CORE": "1"},
-        capture_output=True,
-        check=True,
-    )
+    # The sources are in it all the same.
+    run("-c", program, cwd=copy, env={"MPIDIST_NO_CORE": "1"})
     (path,) = copy.glob("*.tar.gz")
     with tarfile.open(path) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
