@@ -181,7 +181,8 @@ def explain_keywords(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
     Not for calls in a hot path: it adds a Python call.
 
     Args:
-        call: the key of the table of keywords, and the name of the call in messages.
+        call: the key of the table of keywords, and the name of the call in messages. A
+            class with a table of its own, which derives from that of the call, has its.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -190,7 +191,9 @@ def explain_keywords(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
         @functools.wraps(function)
         def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if not accepted >= kwargs.keys():
-                _drop_ignored(call, kwargs)
+                made = type(args[0]).__name__ if "." not in call and args else ""
+                known = tables()["keywords"]
+                _drop_ignored(made if made in known else call, kwargs)
             return function(*args, **kwargs)
 
         return explained

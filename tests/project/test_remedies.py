@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import pickle
@@ -155,10 +156,12 @@ CALLS: dict[str, Callable[..., Any]] = {
         lambda **kw: mpidist.losses.SparseCategoricalCrossentropy(**kw)
     ),
     "AUC": lambda **kw: mpidist.metrics.AUC(**kw),
-    "Precision": lambda **kw: mpidist.metrics.Precision(**kw),
     "Adagrad": lambda **kw: mpidist.optimizers.Adagrad(0.1, **kw),
     "RMSprop": lambda **kw: mpidist.optimizers.RMSprop(0.1, **kw),
 }
+for _name, _table in KEYWORDS.items():
+    if "top_k" in _table:  # of counts above thresholds, and what comes from these
+        CALLS[_name] = functools.partial(getattr(mpidist.metrics, _name), 0.5)
 WITH_MPI = {"MPIStrategy"}  # in test_tensorflow_names.py
 OF_GUESTS = {call for call in KEYWORDS if call.startswith("mpidist.")}  # in with_torch
 BY_HINTS = {call for call in KEYWORDS if call.startswith(("Replica", "Strategy"))}
