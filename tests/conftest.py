@@ -117,7 +117,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what `--deal` gives to other runs, and what `--fewer-threads` says."""
+    """Leave out what is not for this number of ranks, or this run's hand or threads."""
+    if _under_mpi(config):
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.size != 2:
+            one_size = [x for x in items if x.get_closest_marker("one_size")]
+            _leave_out(config, items, {x.nodeid for x in one_size})
     if config.getoption("--fewer-threads"):
         _keep_fewer_threads(config, items)
     hand = config.getoption("--deal")
@@ -141,8 +147,14 @@ def pytest_collection_modifyitems(
         else:
             mine = cases[number - 1 :: hands] or cases[:1]
         kept.update(case.nodeid for case in mine)
-    config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in kept])
-    items[:] = [item for item in items if item.nodeid in kept]
+    _leave_out(config, items, {item.nodeid for item in items} - kept)
+
+
+def _leave_out(
+    config: pytest.Config, items: list[pytest.Item], left_out: set[str]
+) -> None:
+    config.hook.pytest_deselected(items=[i for i in items if i.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def _keep_fewer_threads(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -158,8 +170,7 @@ def _keep_fewer_threads(config: pytest.Config, items: list[pytest.Item]) -> None
         for number in sizes.keys() - {max(sizes)}:
             cases = sorted(sizes[number], key=_number_of)
             left_out |= {x.nodeid for x in cases} - {x.nodeid for x in cases[::3]}
-    config.hook.pytest_deselected(items=[i for i in items if i.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    _leave_out(config, items, left_out)
 
 
 def _number_of(item: pytest.Item) -> int:
