@@ -50,10 +50,6 @@ def test_there_can_be_no_strategy(capsys):
         ({"PBS_JOBID": "7.host"}, "none, in PBS job 7.host"),
         (STEP, "srun --mpi=none started 5 processes, step 3 of SLURM job 7"),
         (
-            {**STEP, "SLURM_MPI_TYPE": "pmix"},
-            "srun --mpi=pmix started 5 processes, step 3 of SLURM job 7",
-        ),
-        (
             {**STEP, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"},
             "mpirun of Open MPI started 8 processes, in SLURM job 7",
         ),

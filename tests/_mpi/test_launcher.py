@@ -31,27 +31,10 @@ STEP = {**SLURM_JOB, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
             ("mpirun of Open MPI", 1, 3),
         ),
         (
-            {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", **STEP},
-            ("mpirun of Open MPI", 5, 6),
-        ),
-        (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
             ("mpirun of MPICH or Intel MPI", 0, 2),
         ),
-        (
-            {"PMI_RANK": "3", "PMI_SIZE": "6", **STEP},
-            ("mpirun of MPICH or Intel MPI", 3, 6),
-        ),
-        (
-            {"PMI_RANK": "2", "PMI_SIZE": "4", "SLURM_MPI_TYPE": "pmi2", **STEP},
-            ("srun --mpi=pmi2", 2, 4),
-        ),
-        (
-            {"PMIX_RANK": "2", "SLURM_MPI_TYPE": "pmix", **STEP},
-            ("srun --mpi=pmix", 2, 4),
-        ),
         (STEP, ("srun --mpi=none", 2, 4)),
-        ({"PMIX_RANK": "2"}, ("a launcher with PMIx", 2, None)),
         ({"PMI_RANK": "no number", "PMI_SIZE": ""}, None),
         ({**TORCHRUN, **STEP}, ("torchrun", 1, 2, 1)),
         ({**TORCHRUN, "ACCELERATE_X": ""}, ("accelerate launch", 1, 2, 1)),
@@ -63,7 +46,7 @@ STEP = {**SLURM_JOB, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
         ),
     ],
 )
-def test_launchers(variables, expected):
+def test_launchers(variables, expected):  # more of them: test_this_process
     found = find_launch(variables)
     if expected is None:
         assert found is None or found.size is None
