@@ -57,6 +57,12 @@ def seed(number: int) -> None:
         sys.modules["torch"].manual_seed(number)
 
 
+def shuffles(loader: object) -> bool:
+    """Return whether this is a DataLoader of torch with a new order in each pass."""
+    torch, sampler = sys.modules.get("torch"), getattr(loader, "sampler", None)
+    return torch is not None and isinstance(sampler, torch.utils.data.RandomSampler)
+
+
 def as_view(x: Guest, kind: GuestKind, call: str) -> Array:
     """Return a torch tensor or JAX array as a NumPy or CuPy array.
 

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from mpidist._base import shuffle_seeds, state_json
+from mpidist._base import guests, shuffle_seeds, state_json
+from mpidist._base.errors import warn_caller
 from mpidist._base.expect import expect
 from mpidist._base.types import Nest
 from mpidist.data._positions import OutOfRangeError
@@ -84,6 +85,14 @@ class Items(Stage):
         earlier: Iterator[Block] | None = None,
     ) -> Iterator[Block]:
         found = earlier
+        if position and guests.shuffles(self._items):
+            warn_caller(
+                f"{self._call}: a DataLoader that shuffles has a new order in each "
+                f"pass, so the {position} elements that are skipped are not those that "
+                "were read: rows come twice or never. Write `Dataset.from_tensor_slices"
+                "(torch_dataset).shuffle(seed=1).batch(n)`, or give it a sampler whose "
+                "order depends on a seed and the epoch alone"
+            )
         if not isinstance(found, _ItemStream):
             found = _ItemStream(self._begin(), self._call, self._turn, self._turns)
         found.seek(position, state)

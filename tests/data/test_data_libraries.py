@@ -104,6 +104,12 @@ def test_torch_data_loader(strategy, distribute, torch):
             seen += strategy.gather(element[1], axis=0).tolist()
         assert seen != sorted(seen)
         assert sorted(seen) == list(range(ROWS))
+    steps = iter(dataset)
+    next(steps)
+    with pytest.warns(
+        RuntimeWarning, match=r"rows come twice or never. Write `Dataset"
+    ):
+        steps.restore(steps.state())
 
 
 @pytest.mark.guests
