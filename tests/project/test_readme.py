@@ -1,4 +1,4 @@
-"""README.md and docs/: every code block is run or checked, and tables are right.
+"""README.md and docs/: every code block is run or checked.
 
 A Python block that begins with a comment such as ``# fit.py`` is a program. A console
 block after it says how it is started, and what it prints: as a set of lines, or, where
@@ -14,7 +14,6 @@ import configparser
 import contextlib
 import dataclasses
 import functools
-import inspect
 import io
 import os
 import re
@@ -25,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from launching import (
     FORKS,
@@ -37,12 +35,10 @@ from launching import (
     run_in_turn,
     run_ranks,
 )
+from project.test_documents import environment_variables
 from replicas import with_slow
 
-import mpidist
 from mpidist import _cli
-from mpidist._base import environment as settings
-from mpidist._collectives import dtype_table
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -472,85 +468,6 @@ def general(text: str, shown: str) -> str:
         raised = re.compile(r"^mpidist: rank \d+ raised", re.M)
         text = raised.sub("mpidist: rank # raised", text)
     return text
-
-
-# --- what the pages say ---------------------------------------------------------------
-
-
-def environment_variables() -> set[str]:
-    """Return the variables that the package knows."""
-    package = Path(mpidist.__file__).parent
-    sources = (path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
-    return {name for text in sources for name in re.findall(r"MPIDIST_[A-Z_]+", text)}
-
-
-def rows_of(page: Path, title: str) -> list[list[str]]:
-    """Return the cells of the table whose first column has this title."""
-    text = page.read_text(encoding="utf-8")
-    table = re.search(rf"^\| {title} \|.*?(?=\n\n|\Z)", text, re.M | re.S)
-    assert table is not None, f"{page.name} has no table of {title}"
-    lines = table[0].splitlines()
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
-def test_the_environment_variables_are_on_their_page():
-    _, _, *rows = rows_of(ROOT / "docs" / "settings.md", "variable")
-    defaults = {row[0].strip("`"): row[1] for row in rows}
-    assert set(defaults) == environment_variables()
-    assert float(defaults["MPIDIST_TIMEOUT"]) == settings.DEFAULT_TIMEOUT_SECONDS
-    assert float(defaults["MPIDIST_STALL_SECONDS"]) == settings.DEFAULT_STALL_SECONDS
-    mebibytes = settings.DEFAULT_BYTES_PER_PACK / 2**20
-    assert float(defaults["MPIDIST_FUSION_MB"]) == mebibytes
-    environment = settings.read_environment()
-    for name, value in (("ABORT", environment.abort), ("GUARD", environment.guard)):
-        if f"MPIDIST_{name}" not in os.environ:
-            assert bool(int(defaults[f"MPIDIST_{name}"])) is value
-
-
-def test_the_dtypes_in_porting_are_those_of_the_library():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    head, _, *rows = rows_of(ROOT / "docs" / "porting.md", "dtype")
-    ops = [mpidist.ReduceOp[name] for name in head[1:]]
-    assert set(ops) == set(mpidist.ReduceOp)
-    seen = set()
-    for row in rows:
-        for name in re.findall(r"`(\w+)`", row[0]):
-            dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-            seen.add(dtype)
-            for op, cell in zip(ops, row[1:], strict=True):
-                if cell == "refused":
-                    with pytest.raises(TypeError):
-                        dtype_table.reduction(dtype, op, "test")
-                else:
-                    result = dtype if cell == "itself" else np.dtype(cell)
-                    assert dtype_table.reduction(dtype, op, "test").result == result
-    assert {np.dtype(code) for code in np.typecodes["AllInteger"]} <= seen
-    assert {np.dtype(code) for code in np.typecodes["AllFloat"]} <= seen
-
-
-def test_the_api_pages_have_all_public_names():
-    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
-    page = "\n".join(file.read_text(encoding="utf-8") for file in pages)
-    shown: dict[str, list[str]] = {}
-    module = ""
-    for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)(?:\(\))?$", page, re.M):
-        if kind == "currentmodule":
-            module = name
-        elif kind != "automodule":
-            shown.setdefault(module, []).append(name)
-    assert sorted(shown["mpidist.experimental"]) == mpidist.experimental.__all__
-    for name in ("losses", "metrics", "nest", "optimizers", "summary"):
-        own = getattr(mpidist, name).__all__
-        assert sorted(shown[f"mpidist.{name}"]) == sorted(own)
-    own = set(mpidist.data.__all__) - set(mpidist.__all__)
-    assert sorted(shown["mpidist.data"]) == sorted(own)
-    own = set(mpidist.cluster.__all__) - set(mpidist.__all__)
-    assert sorted(shown["mpidist.cluster"]) == sorted(own)
-    assert sorted(shown["mpidist.testing"]) == sorted(mpidist.testing.__all__)
-    assert sorted(shown["mpidist.elastic"]) == sorted(mpidist.elastic.__all__)
-    modules = {x for x in mpidist.__all__ if inspect.ismodule(getattr(mpidist, x))}
-    objects = set(mpidist.__all__) - {"__version__"} - modules
-    assert sorted(shown["mpidist"]) == sorted(objects)
 
 
 # --- the test itself ----------------------------------------------------------------
