@@ -194,7 +194,8 @@ def _repeat(rank: int, report: Report) -> BaseException:
     error = load_exception(report.pickled_error, report.trace)
     if error is None:
         return _replica_error(rank, [report])
-    error.add_note(f"[rank {rank}] raised here because rank {report.rank} raised it")
+    who = f"rank {report.rank} raised it{report.site}"
+    error.add_note(f"[rank {rank}] raised here because {who}")
     return error
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of 1d, 2d and 3d
 
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
+from mpidist.torch._tensors import untraced
 
 _CALL = "mpidist.torch.SyncBatchNorm"
 
@@ -99,8 +99,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         return self._in_training(input)
 
-    # Lazily, other than `torch.compiler.disable`. It would trace mpidist for a minute.
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @untraced
     def _in_training(self, input: torch.Tensor) -> Any:
         group = group_of_call(self._strategy, _CALL)
         with group.guard.checking(_CALL):

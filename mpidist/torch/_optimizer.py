@@ -26,6 +26,7 @@ from mpidist.torch._tensors import (
     check_op,
     is_stepped,
     reduce_gradients,
+    untraced,
 )
 
 # `Any` for type checkers: an optimizer around one of another class replaces it in
@@ -195,6 +196,7 @@ class DistributedOptimizer(_AnyOptimizer):
         """The number of backward passes since the last step."""
         return self._passes
 
+    @untraced
     @tells("DistributedOptimizer.step", operator.attrgetter("_compared"))
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, clip them, and step. Collective at each k-th call.
@@ -226,6 +228,7 @@ class DistributedOptimizer(_AnyOptimizer):
         self._synchronized = False
         return self._optimizer.step()
 
+    @untraced
     @tells("DistributedOptimizer.synchronize", operator.attrgetter("_compared"))
     def synchronize(self) -> None:
         """Reduce the gradients now; the next `step` does not reduce them again.

@@ -39,6 +39,7 @@ from mpidist.torch._tensors import (
     assign,
     reduce_gradients,
     sums_of,
+    untraced,
 )
 
 BUCKET_BYTES: Final = 4 * 2**20
@@ -184,6 +185,7 @@ class Overlap:
             self._hooks.popitem()[1].remove()
         self._forget()
 
+    @untraced
     @tells("DistributedOptimizer.step")
     def _note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready, and begin what can be begun."""

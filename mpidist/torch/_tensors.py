@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpidist._agreement.mismatch import Call
@@ -31,6 +33,7 @@ Named: TypeAlias = "list[tuple[str, torch.nn.Parameter]]"
 Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
 Sums: TypeAlias = dict[str, Any]
 """Reduced arrays, by the names of parameters; and by the next two."""
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # No parameter has these names: those of modules have no spaces.
 PRESENT: Final = "which parameters have a gradient"
@@ -39,6 +42,18 @@ BROADCAST: Final = "`mpidist.torch.broadcast_parameters(module)`"
 
 # Of `all_reduce_gradients`: the `Steps`, by a parameter and a group of ranks.
 _steps: Final = WeakIdKeyDictionary()
+
+
+def untraced(function: _F) -> _F:
+    """Keep `torch.compile` from tracing mpidist, which would take a minute."""
+    disabled = _disable_dynamo(function)  # lazily; its frames are in tracebacks
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        traced = torch.compiler.is_compiling()
+        return disabled(*args, **kwargs) if traced else function(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
 
 
 @explain_keywords("mpidist.torch.broadcast_parameters")
@@ -73,8 +88,6 @@ def broadcast_parameters(
         tensors = tensors_of(module, call)
         check_root(root, group, call)
     received = group.collectives.broadcast(tensors, root, call=f"{call} from {root}")
-    if group.replica_id == root:
-        return
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(received[name])
@@ -168,6 +181,7 @@ def tensors_of(module: Tensors, call: str) -> dict[str, torch.Tensor]:
     return dict(module)
 
 
+@untraced
 def all_reduce_gradients(
     module: Parameters,
     op: ReduceOp | str = ReduceOp.MEAN,
@@ -220,6 +234,7 @@ def all_reduce_gradients(
     reduce_gradients(steps, group, named, checked, call)
 
 
+@untraced
 @explain_keywords("mpidist.torch.all_reduce")
 def all_reduce(
     tensors: Nest, op: ReduceOp | str, *, strategy: Strategy | None = None
