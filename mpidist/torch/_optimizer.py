@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from mpidist._base import reporting
 from mpidist._base.backend import as_number
 from mpidist._base.expect import as_int, expect
 from mpidist._base.reduce_op import ReduceOp
@@ -19,7 +20,7 @@ from mpidist._runtime.interruptions import tells
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import Steps
-from mpidist.torch._overlap import Overlap, set_hooks, warn
+from mpidist.torch._overlap import Overlap, set_hooks
 from mpidist.torch._tensors import (
     BROADCAST,
     Named,
@@ -147,10 +148,10 @@ class DistributedOptimizer(_AnyOptimizer):
         if unreduced and callable(found) and not silent:
             self._told = True
             kind = type(self._optimizer).__name__
-            warn(
-                f"`{name}` of {kind} gets this rank's own gradients. Write "
-                "`optimizer.synchronize()` after each backward pass",
-                type(self).__name__,
+            reporting.warn(
+                f"mpidist: {type(self).__name__}: `{name}` of {kind} gets this rank's "
+                "own gradients. Write `optimizer.synchronize()` after each backward "
+                "pass"
             )
         return found
 

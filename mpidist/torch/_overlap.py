@@ -235,11 +235,11 @@ class Overlap:
             )
             for _, p in named
         ):
-            warn(
-                "the program has changed gradients after the backward pass, before "
-                "they are reduced: a norm that is clipped there is that of a rank's "
-                "own. Write `optimizer.synchronize()` before the change, or `max_norm`",
-                self._call,
+            reporting.warn(
+                f"mpidist: {self._call}: the program has changed gradients after the "
+                "backward pass, before they are reduced: a norm that is clipped there "
+                "is that of a rank's own. Write `optimizer.synchronize()` before the "
+                "change, or `max_norm`"
             )
 
     def _forget(self) -> None:
@@ -356,11 +356,11 @@ class Overlap:
             return
         self._holds = True
         if plan.group.replica_id == 0:
-            warn(
-                "in two successive steps gradients have changed after they were ready "
-                "(by the program, or by backward passes of another number), and were "
-                "reduced twice. From now on they are reduced in `step`: overlap=False",
-                self._call,
+            reporting.warn(
+                f"mpidist: {self._call}: in two successive steps gradients have changed"
+                " after they were ready (by the program, or by backward passes of "
+                "another number), and were reduced twice. From now on they are reduced "
+                "in `step`: overlap=False"
             )
 
 
@@ -409,8 +409,3 @@ def _is_same(
 ) -> bool:
     """Return whether a gradient is the one before, and was not written to."""
     return now is before and (now is None or _version_of(now) == version)
-
-
-def warn(text: str, call: str) -> None:
-    """Log a warning of a call."""
-    reporting.warn(f"mpidist: {call}: {text}")
