@@ -62,6 +62,7 @@ class Notice:
         lost: those of them that will never come.
         end: how far its process is in ending.
         waited: for how many seconds it has waited.
+        behind: whether it knew of a rank that waits after a later header.
         came: when this rank got the notice.
     """
 
@@ -74,6 +75,7 @@ class Notice:
     lost: tuple[int, ...] = ()
     end: End = ""
     waited: float = 0.0
+    behind: bool = False
     came: float = 0.0
 
 
@@ -133,6 +135,7 @@ class Notices:
         notice = Notice(me, number, wait.what, gave_up, end=end, waited=waited)
         notice.missing, notice.lost = self.missing, self.lost
         notice.awaited = None if wait.awaited is None else tuple(wait.awaited)
+        notice.behind = self.is_behind
         notice.came = time.monotonic()
         self._latest[me] = notice
         data = pickle.dumps(notice)
@@ -164,7 +167,8 @@ class Notices:
             elif notice.gave_up:  # for good, also if this rank has got further
                 self.missing, self.lost = notice.missing, notice.lost
                 return notice.gave_up
-            elif notice.sequence >= self._call_state.sequence:  # else it is over
+            elif notice.behind or notice.sequence >= self._call_state.sequence:
+                # Else its wait is over.
                 notice.came = time.monotonic()
                 self._latest[notice.rank] = notice
         return ""
@@ -180,6 +184,15 @@ class Notices:
         latest, number = sorted(self._latest.items()), self._call_state.sequence
         same = [notice for _, notice in latest if notice.sequence == number]
         return [x for x in same if x.awaited is None or self.is_for_data]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether another rank waits after a later header, which MPI holds back here.
+
+        That rank does not know that this one still waits, before it is told again.
+        """
+        number = self._call_state.sequence
+        return any(notice.sequence > number for notice in self._latest.values())
 
     def longest_wait(self, what: str) -> float:
         """Return the longest wait of another rank for the same; 0.0: none is known."""
@@ -210,21 +223,33 @@ class Notices:
         notices = self._of_waiting()
         waiting = [notice.rank for notice in notices]
         # The channel knows who has not made the last step, if that is what is missing.
-        missing = wait.missing or [
-            rank for rank in range(self._comm.size) if rank not in waiting
-        ]
+        known = {*waiting, *self._elsewhere()}
+        missing = wait.missing or sorted({*range(self._comm.size)} - known)
         awaited = [set(notice.awaited or ()) for notice in notices]
         if awaited and all(awaited):  # all wait for data, and know whose
             missing = sorted(set().union(*awaited) - set(waiting)) or missing
         return [rank for rank in waiting if rank not in missing], missing
+
+    def _elsewhere(self) -> list[int]:
+        """Return the ranks that wait after another header."""
+        number = self._call_state.sequence
+        return [
+            rank
+            for rank, notice in sorted(self._latest.items())
+            if notice.sequence > number
+            or (notice.behind and notice.sequence == number - 1)
+        ]
 
     def describe(self, wait: Wait, waited: float) -> str:
         """Return who waits for whom, for messages."""
         waiting, missing = self.waiting_and_missing(wait)
         number = self._call_state.sequence
         calls: dict[tuple[str, str], list[int]] = {}
-        for rank in waiting:
-            calls.setdefault((self._latest[rank].call, ""), []).append(rank)
+        for rank in [*waiting, *self._elsewhere()]:
+            notice = self._latest[rank]
+            where = f" (call {notice.sequence + 1})"
+            call = notice.call + (where if rank not in waiting else "")
+            calls.setdefault((call, ""), []).append(rank)
         lines = describe_groups(calls, " waited in ", _MOST_GROUPS)
         lines = [at_ends(line) for line in lines]
         waits, end = "; ".join(lines), ". "

@@ -46,7 +46,7 @@ class _Current:
         came_late: whether others waited before, so that their waits are longer than
             what this rank reports; None before the first look.
         observed: whether the observers know of the wait.
-        posted: whether this rank has posted a notice.
+        posted: whether this rank's notice says that it is behind; None: it has none.
         reported: whether the user may have been warned.
     """
 
@@ -54,7 +54,7 @@ class _Current:
     waited: float = 0.0
     came_late: bool | None = None
     observed: bool = False
-    posted: bool = False
+    posted: bool | None = None
     reported: bool = False
 
 
@@ -240,9 +240,9 @@ class Waits:
         if waited < post_after and not notices.others_wait():
             return
         wait = self._describe(what)
-        if not current.posted:
+        if current.posted is not notices.is_behind:
             notices.post(wait, waited=waited)
-            current.posted = True
+            current.posted = notices.is_behind
         longest = waited if current.came_late else max(waited, longest)
         if not current.reported and longest >= self._stall:
             current.reported = notices.are_quiet()

@@ -150,6 +150,17 @@ def test_a_report_waits_for_as_long_as_the_notices_took(monkeypatch):
         assert notices.waiting_and_missing(wait) == ([0], [1])
         notices.is_for_data = True
         assert notices.waiting_and_missing(wait) == ([0, 1], [])
+        # It is in a later call: MPI holds this rank back; or is held back itself.
+        number = guard.sequence
+        for one.sequence, one.behind, missing in (
+            (number + 1, False, []),
+            (number - 1, True, []),
+            (number - 1, False, [1]),
+        ):
+            assert notices.is_behind is (one.sequence > number)
+            assert notices.waiting_and_missing(wait) == ([0], missing)
+            text = f"rank 1 waited in step (call {one.sequence + 1})"
+            assert (text in notices.describe(wait, 1.0)) is (not missing)
 
     testing.run(2, program)
 
