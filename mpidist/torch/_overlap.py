@@ -185,8 +185,8 @@ class Overlap:
             self._hooks.popitem()[1].remove()
         self._forget()
 
-    @untraced
     @tells("DistributedOptimizer.step")
+    @untraced
     def _note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready, and begin what can be begun."""
         plan = self._plan
