@@ -223,8 +223,12 @@ class Notices:
         notices = self._of_waiting()
         waiting = [notice.rank for notice in notices]
         # The channel knows who has not made the last step, if that is what is missing.
-        known = {*waiting, *self._elsewhere()}
-        missing = wait.missing or sorted({*range(self._comm.size)} - known)
+        elsewhere = self._elsewhere()
+        silent = {*range(self._comm.size)}.difference(waiting, elsewhere)
+        # If none is silent, one that was behind has gone on since, but not to here.
+        number = self._call_state.sequence
+        behind = [x for x in elsewhere if self._latest[x].sequence < number]
+        missing = wait.missing or sorted(silent) or behind
         awaited = [set(notice.awaited or ()) for notice in notices]
         if awaited and all(awaited):  # all wait for data, and know whose
             missing = sorted(set().union(*awaited) - set(waiting)) or missing
@@ -247,7 +251,7 @@ class Notices:
         calls: dict[tuple[str, str], list[int]] = {}
         for rank in [*waiting, *self._elsewhere()]:
             notice = self._latest[rank]
-            where = f" (call {notice.sequence + 1})"
+            where = f" (call {notice.sequence + (notice.awaited is None)})"
             call = notice.call + (where if rank not in waiting else "")
             calls.setdefault((call, ""), []).append(rank)
         lines = describe_groups(calls, " waited in ", _MOST_GROUPS)

@@ -147,22 +147,30 @@ def test_a_report_waits_for_as_long_as_the_notices_took(monkeypatch):
             assert notices.are_quiet() is quiet
         one.awaited = ()  # rank 1 waited for data, which it may have got since
         wait = notices_module.Wait("step")
-        assert notices.waiting_and_missing(wait) == ([0], [1])
+        assert notices.waiting_and_missing(wait) == ([0], [1, 2])
         notices.is_for_data = True
-        assert notices.waiting_and_missing(wait) == ([0, 1], [])
+        assert notices.waiting_and_missing(wait) == ([0, 1], [2])
         # It is in a later call: MPI holds this rank back; or is held back itself.
         number = guard.sequence
-        for one.sequence, one.behind, missing in (
-            (number + 1, False, []),
-            (number - 1, True, []),
-            (number - 1, False, [1]),
+        for one.awaited, one.sequence, one.behind, missing in (
+            (None, number + 1, False, [2]),
+            ((), number + 2, False, [2]),  # in the data of that call
+            (None, number - 1, True, [2]),
+            (None, number - 1, False, [1, 2]),
         ):
             assert notices.is_behind is (one.sequence > number)
             assert notices.waiting_and_missing(wait) == ([0], missing)
-            text = f"rank 1 waited in step (call {one.sequence + 1})"
-            assert (text in notices.describe(wait, 1.0)) is (not missing)
+            call = number + 2 if one.sequence > number else number
+            text = f"rank 1 waited in step (call {call})"
+            assert (text in notices.describe(wait, 1.0)) is (1 not in missing)
+        # All have told where they wait: what was behind has gone on, but not to here.
+        notices._latest[2] = notices_module.Notice(2, number, "step")
+        one.behind = True
+        assert notices.waiting_and_missing(wait) == ([0, 2], [1])
+        one.sequence = number + 1
+        assert notices.waiting_and_missing(wait) == ([0, 2], [])
 
-    testing.run(2, program)
+    testing.run(3, program)
 
 
 def test_more_replicas_than_the_dtype_of_rows_can_count():
