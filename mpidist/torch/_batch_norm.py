@@ -156,6 +156,7 @@ class _SumOverRanks(torch.autograd.Function):
         return group.all_reduce(ReduceOp.SUM, x.contiguous(), None, call)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, Any, None]:
         # This function again, not `all_reduce`: of gradients of gradients it is a part.
         call = f"{_CALL}, backward"

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 
 from mpidist._agreement.async_calls import CollectiveHandle
 from mpidist._base import reporting, threads
@@ -39,7 +40,6 @@ from mpidist.torch._tensors import (
     assign,
     reduce_gradients,
     sums_of,
-    untraced,
 )
 
 BUCKET_BYTES: Final = 4 * 2**20
@@ -186,7 +186,6 @@ class Overlap:
         self._forget()
 
     @tells("DistributedOptimizer.step")
-    @untraced
     def _note(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready, and begin what can be begun."""
         plan = self._plan
@@ -387,7 +386,9 @@ def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:
         hooks.pop(key).remove()
     for _, p in named:
         if id(p) not in hooks and p.requires_grad:  # torch refuses others
-            hooks[id(p)] = p.register_post_accumulate_grad_hook(ready)
+            # Also of this function `torch.compile` would make one for each shape.
+            hook = _disable_dynamo(ready)
+            hooks[id(p)] = p.register_post_accumulate_grad_hook(hook)
 
 
 def gradients_of(named: Named) -> list[torch.Tensor | None]:
