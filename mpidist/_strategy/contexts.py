@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -320,6 +321,7 @@ def checked(
 ) -> Callable[..., Nest]:
     """Return a function with a check before it, for the default strategy's calls."""
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Nest:
         check()
         return function(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import inspect
 import warnings
 
 import numpy as np
@@ -52,6 +53,10 @@ def test_it_is_given_once_and_only_on_several_ranks(
         assert f"one of all {size} replicas" in text
         assert ("scope" if "." in name else "run(fn)") in text.split("call it ")[1]
     assert not found_in(call)
+
+
+def test_help_shows_the_arguments():
+    assert "axis" in inspect.signature(mpidist.get_strategy().reduce).parameters
 
 
 def test_none_where_it_is_meant(new_strategy, size):
