@@ -6,6 +6,7 @@ imported (`gpus`) there are no CuPy arrays.
 
 from __future__ import annotations
 
+import functools
 import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -170,14 +171,7 @@ def as_arrays(
     leaves: list[Nest], structure: Structure, call: str
 ) -> list[tuple[Array, LeafKind]]:
     """Return `as_array` of the leaves of a nest; an error says which leaf it is."""
-    pairs: list[tuple[Array, LeafKind]] = []
-    for leaf in leaves:
-        try:
-            pairs.append(as_array(leaf, call))
-        except (TypeError, ValueError, OverflowError) as error:
-            structure.name_leaf(len(pairs), error)
-            raise
-    return pairs
+    return structure.each(functools.partial(as_array, call=call), leaves)
 
 
 def _not_an_array(x: object) -> str:

@@ -15,7 +15,7 @@ import collections
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import optree
@@ -23,6 +23,7 @@ import optree
 from mpidist._base.cache import Cache
 from mpidist._base.types import Nest
 
+_T = TypeVar("_T")
 NAMESPACE: Final = "mpidist"
 _Keys: TypeAlias = Any  # a tuple of the keys of a mapping
 _Node: TypeAlias = tuple[list[Nest], _Keys, _Keys]  # children, keys, entries
@@ -85,11 +86,24 @@ class Structure:
             pieces += (leaf, part)
         return "".join(pieces)
 
-    def name_leaf(self, number: int, error: Exception) -> None:
-        """Say in an error which leaf it is about, as ``['b'][0]``."""
-        number = number if self._order is None else self._order[number]
-        place = "".join(f"[{key!r}]" for key in self._spec.paths()[number])
-        error.args = (f"{error}{place and f' (it is the leaf {place})'}",)
+    def each(self, function: Callable[[Nest], _T], leaves: Iterable[Nest]) -> list[_T]:
+        """Return what a function returns for each of the leaves.
+
+        Raises:
+            TypeError, ValueError, OverflowError: those of the function, which then say
+                which leaf it is, as ``['b'][0]``.
+        """
+        results: list[_T] = []
+        for leaf in leaves:
+            try:
+                results.append(function(leaf))
+            except (TypeError, ValueError, OverflowError) as error:
+                number = len(results)
+                number = number if self._order is None else self._order[number]
+                place = "".join(f"[{key!r}]" for key in self._spec.paths()[number])
+                error.args = (f"{error}{place and f' (it is the leaf {place})'}",)
+                raise
+        return results
 
     def sort(self, leaves: list[Nest]) -> list[Nest]:
         """Return leaves in this structure's order, given those in optree's order."""

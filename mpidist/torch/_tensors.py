@@ -267,12 +267,8 @@ def all_reduce(
     with group.guard.checking(call):
         checked = as_reduce_op(op, call)
         leaves, structure = nest.flatten(tensors)
-        for number, leaf in enumerate(leaves):
-            try:
-                _check_replaced(leaf, checked, call)
-            except TypeError as error:
-                structure.name_leaf(number, error)
-                raise
+        check = functools.partial(_check_replaced, op=checked, call=call)
+        structure.each(check, leaves)
     results, _ = nest.flatten(group.all_reduce(checked, tensors, None, call))
     with torch.inference_mode():  # without autograd, into tensors made there too
         for tensor, result in zip(leaves, results, strict=True):
