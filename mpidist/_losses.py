@@ -243,8 +243,7 @@ def own_array(x: Nest, call: str) -> Any:
     what = "an array, as each replica has one"
     hint = "call it in the function that you pass to `strategy.run`"
     expect(not is_per_replica(x), call, what, x, hint)
-    x = np.asarray(x) if isinstance(x, (list, tuple)) else x
-    return backend.as_array(x, call)[0]
+    return backend.as_array(backend.of_lists(x, call), call)[0]
 
 
 def like(x: Nest, other: Any, call: str, cast: bool = True) -> Any:
@@ -282,11 +281,10 @@ def row_factors(sample_weight: Nest, losses: Any, call: str, cast: bool = True) 
 
 def _listed(x: Nest, call: str) -> Nest:
     """Return a list of numbers as an array; anything else unchanged."""
-    if not isinstance(x, (list, tuple)):
-        return x
-    if any(guests.kind_of(leaf) is not None for leaf in nest.flatten(x)[0]):
+    listed = isinstance(x, (list, tuple))
+    if listed and any(guests.kind_of(leaf) is not None for leaf in nest.flatten(x)[0]):
         raise TypeError(
             f"{call}: got a list of torch tensors or JAX arrays; write "
             "`torch.stack(losses)` or `jax.numpy.stack(losses)`"
         )
-    return np.asarray(x)
+    return backend.of_lists(x, call)

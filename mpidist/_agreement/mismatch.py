@@ -263,7 +263,8 @@ _ON_ONE_RANK: Final = {
         "call it on every rank, outside of `if strategy.replica_id == 0:`; rank 0 "
         "alone reads the files, and sends the values to all"
     ),
-    r"(Strategy\.(?:reduce|gather)|Variable '.*?'\.reading)\b": (
+    r"(Strategy\.(?:reduce|gather)|Variable '.*?'\.reading|"
+    r"ZeroRedundancyOptimizer[\w ]*\.state_dict)\b": (
         "call it on every rank, before `if strategy.replica_id == 0:`, and use the "
         "result in it"
     ),

@@ -167,6 +167,21 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
     raise TypeError(f"{call}: {_not_an_array(x)}")
 
 
+def of_lists(x: Nest, call: str) -> Nest:
+    """Return a list or tuple of numbers as an array; anything else unchanged.
+
+    Raises:
+        ValueError: if it has lists of several lengths.
+    """
+    try:
+        return np.asarray(x) if isinstance(x, (list, tuple)) else x
+    except ValueError:
+        raise ValueError(
+            f"{call}: expected an array or lists of one length, got {x!r:.80}; fill "
+            "them up to one length, or make a call for each"
+        ) from None
+
+
 def as_arrays(
     leaves: list[Nest], structure: Structure, call: str
 ) -> list[tuple[Array, LeafKind]]:

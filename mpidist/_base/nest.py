@@ -132,9 +132,17 @@ def flatten(
     """
     if type(tree) in _PLAIN:
         return [tree], _LEAF_STRUCTURE
-    leaves, spec = optree.tree_flatten(
-        tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE
-    )
+    try:
+        leaves, spec = optree.tree_flatten(
+            tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE
+        )
+    except RecursionError as error:
+        if "flattening" not in str(error):  # there are too few frames left for a node
+            raise
+        raise ValueError(
+            f"expected a nest, got a {type(tree).__name__} that contains itself, or is "
+            "too deep; leave the part out that leads back to it"
+        ) from None
     if not _leaf_types.issuperset(map(type, leaves)) and _register_mappings(leaves):
         return flatten(tree, is_leaf)
     structure = _structures.get(spec)

@@ -194,6 +194,12 @@ def explain_keywords(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]
                 made = type(args[0]).__name__ if "." not in call and args else ""
                 known = tables()["keywords"]
                 _drop_ignored(made if made in known else call, kwargs)
+                unknown = sorted(kwargs.keys() - accepted)
+                if made in known and unknown:  # Python names the class of `__init__`
+                    raise TypeError(
+                        f"{made}.__init__() got an unexpected keyword argument "
+                        f"{unknown[0]!r}"
+                    )
             return function(*args, **kwargs)
 
         return explained

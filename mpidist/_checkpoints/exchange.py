@@ -179,7 +179,8 @@ _OF_VARIABLES: Final = (
 _OF_TENSORS: Final = (
     "Give all ranks the same values before training: "
     "`mpidist.torch.broadcast_parameters(module)`, `mpidist.jax.broadcast(tree)`; and "
-    "reduce the gradients of each step"
+    "reduce the gradients of each step. A random key of each rank's own make by "
+    "`jax.random.key(seed)`, not by `PRNGKey`"
 )
 
 

@@ -302,9 +302,10 @@ def warn_of_own_value(call: str = "all_reduce") -> None:
         RuntimeError: as `require_scope`.
     """
     require_scope(call)
-    found = [group for group in _open.get() if not group.guard.broken]
-    _open.get().clear()
+    refused = context.has_strategy()  # which the call itself says
+    found = [x for x in _open.get() if not (refused or x.guard.broken)]
     for group in found[:1]:
+        _open.get().clear()
         where = "in a function that you pass to `strategy.run(fn)`"
         if call.startswith("Strategy."):
             where = "on the strategy that you have made, or in `with strategy.scope():`"

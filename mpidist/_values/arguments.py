@@ -272,9 +272,7 @@ def _refuse_per_replica(call: str, value: Nest) -> None:
 
 
 def _as_array(value: Nest, call: str) -> Array:
-    value = to_plain(value)
-    listed = isinstance(value, (list, tuple))
-    return backend.as_array(np.asarray(value) if listed else value, call)[0]
+    return backend.as_array(backend.of_lists(to_plain(value), call), call)[0]
 
 
 def initial_array(

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from mpidist._base.backend import as_number, as_positive
+from mpidist._base.backend import as_number, as_positive, as_real
+from mpidist._base.expect import expect
 from mpidist._values.variable import Variable
 
 Rate = float | Callable[[int], float]
@@ -109,13 +110,19 @@ def _polynomial(
     return (initial - end) * float(left**power) + end
 
 
-def _piecewise(boundaries: list[int], values: list[float], step: int) -> float:
+def _piecewise(boundaries: list[float], values: list[float], step: int) -> float:
     return values[bisect.bisect_left(boundaries, step)]
 
 
 def _warming_up(learning_rate: Rate, steps: int, step: int) -> float:
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
     return rate * min(1.0, (step + 1) / steps)
+
+
+def _numbers(call: str, *given: float) -> list[float]:
+    for x in given:
+        expect(as_real(x) is not None, call, "numbers", x)
+    return [*map(float, given)]
 
 
 def cosine_decay(
@@ -154,7 +161,8 @@ def cosine_decay(
                 "write `linear_warmup(cosine_decay(...), warmup_steps)`, or the target"
             )
         warmup_target = initial_learning_rate
-    initial, end, target = map(float, (initial_learning_rate, alpha, warmup_target))
+    first = initial_learning_rate
+    initial, end, target = _numbers(call, first, alpha, warmup_target)
     return functools.partial(_cosine, initial, decay_steps, end, target, warmup_steps)
 
 
@@ -185,9 +193,9 @@ def cosine_decay_restarts(
     call = "cosine_decay_restarts"
     as_positive(call, "first_decay_steps", first_decay_steps)
     longer = as_number(call, "t_mul", t_mul, lambda x: x >= 1, "1 or more")
-    initial, smaller = map(float, (initial_learning_rate, m_mul))
+    initial, smaller, end = _numbers(call, initial_learning_rate, m_mul, alpha)
     return functools.partial(
-        _restarting, initial, first_decay_steps, longer, smaller, float(alpha)
+        _restarting, initial, first_decay_steps, longer, smaller, end
     )
 
 
@@ -210,8 +218,9 @@ def exponential_decay(
     Raises:
         ValueError: if ``decay_steps`` is not greater than 0.
     """
-    as_positive("exponential_decay", "decay_steps", decay_steps)
-    initial, rate = float(initial_learning_rate), float(decay_rate)
+    call = "exponential_decay"
+    as_positive(call, "decay_steps", decay_steps)
+    initial, rate = _numbers(call, initial_learning_rate, decay_rate)
     return functools.partial(_exponential, initial, decay_steps, rate, staircase)
 
 
@@ -235,8 +244,9 @@ def inverse_time_decay(
     Raises:
         ValueError: if ``decay_steps`` is not greater than 0.
     """
-    as_positive("inverse_time_decay", "decay_steps", decay_steps)
-    initial, rate = float(initial_learning_rate), float(decay_rate)
+    call = "inverse_time_decay"
+    as_positive(call, "decay_steps", decay_steps)
+    initial, rate = _numbers(call, initial_learning_rate, decay_rate)
     return functools.partial(_inverse_time, initial, decay_steps, rate, staircase)
 
 
@@ -263,8 +273,9 @@ def polynomial_decay(
     Raises:
         ValueError: if ``decay_steps`` is not greater than 0.
     """
-    as_positive("polynomial_decay", "decay_steps", decay_steps)
-    initial, end = float(initial_learning_rate), float(end_learning_rate)
+    call = "polynomial_decay"
+    as_positive(call, "decay_steps", decay_steps)
+    initial, end, _ = _numbers(call, initial_learning_rate, end_learning_rate, power)
     return functools.partial(_polynomial, initial, decay_steps, end, power, cycle)
 
 
@@ -283,17 +294,20 @@ def piecewise_constant(
     Raises:
         ValueError: if the boundaries do not increase, or the number of values is wrong.
     """
-    if len(values) != len(boundaries) + 1:
+    call = "piecewise_constant"
+    for x in (boundaries, values):
+        expect(hasattr(x, "__len__"), call, "lists of numbers", x)
+    limits, rates = _numbers(call, *boundaries), _numbers(call, *values)
+    if len(rates) != len(limits) + 1:
         raise ValueError(
-            f"piecewise_constant: expected {len(boundaries) + 1} `values` for "
-            f"{len(boundaries)} `boundaries`, got {len(values)}"
+            f"{call}: expected {len(limits) + 1} `values` for {len(limits)} "
+            f"`boundaries`, got {len(rates)}"
         )
-    if list(boundaries) != sorted(set(boundaries)):
+    if limits != sorted(set(limits)):
         raise ValueError(
-            f"piecewise_constant: expected `boundaries` to increase, got "
-            f"{list(boundaries)}"
+            f"{call}: expected `boundaries` to increase, got {[*boundaries]}"
         )
-    return functools.partial(_piecewise, list(boundaries), list(map(float, values)))
+    return functools.partial(_piecewise, limits, rates)
 
 
 def linear_warmup(
@@ -312,6 +326,9 @@ def linear_warmup(
     Raises:
         ValueError: if ``warmup_steps`` is not greater than 0.
     """
-    as_positive("linear_warmup", "warmup_steps", warmup_steps)
+    call = "linear_warmup"
+    as_positive(call, "warmup_steps", warmup_steps)
     rate = of_step(learning_rate) if callable(learning_rate) else learning_rate
+    if not callable(rate):
+        _numbers(call, rate)
     return functools.partial(_warming_up, rate, warmup_steps)

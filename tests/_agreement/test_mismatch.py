@@ -24,6 +24,11 @@ RUN = "the end of run(step)"
             "sends the values to all",
         ),
         (["Strategy.reduce SUM float64 ()", RUN], "Strategy.reduce", "before `if"),
+        (
+            ["ZeroRedundancyOptimizer of Adam.state_dict", RUN],
+            "ZeroRedundancyOptimizer of Adam.state_dict",
+            "before `if",
+        ),
         ([RUN, "Strategy.gather axis=0 float64"], "Strategy.gather", "before `if"),
         (
             ["Variable 'loss'.reading, which all [#3] SUM float64 ()", RUN],

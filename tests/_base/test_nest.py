@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,6 +191,14 @@ def test_other_structures_are_refused():
         nest.map_structure(lambda a, b: a, [1, 2], [3, (4, 5)])
     with pytest.raises(ValueError, match="same structure"):
         nest.map_structure(lambda a, b: a, [1, 2], (1, 2))
+
+
+def test_a_nest_that_contains_itself():
+    a: list[Any] = [1.0]
+    a.append({"b": a})
+    for call in (mpidist.nest.flatten, mpidist.get_replica_context().all_reduce):
+        with pytest.raises(ValueError, match="got a list that contains itself"):
+            call(*["SUM"] * (call is not mpidist.nest.flatten), a)
 
 
 def test_the_names_of_tensorflow():

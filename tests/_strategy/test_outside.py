@@ -55,6 +55,14 @@ def test_it_is_given_once_and_only_on_several_ranks(
     assert not found_in(call)
 
 
+def test_none_where_the_call_is_refused(new_strategy, size):
+    kept, strategy = mpidist.get_strategy(), new_strategy()
+    mixing = pytest.raises(RuntimeError, match="Mixing different Strategy")
+    with strategy.scope(), mixing:
+        assert not found_in(lambda: kept.run(lambda: 1))
+    assert len(found_in(outside)) == (size > 1)
+
+
 def test_help_shows_the_arguments():
     assert "axis" in inspect.signature(mpidist.get_strategy().reduce).parameters
 

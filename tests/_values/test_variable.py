@@ -119,6 +119,7 @@ def fail():
         ({"initial_value": None}, TypeError, "None"),
         ({"initial_value": np.array([None])}, TypeError, "dtype object"),
         ({"initial_value": [1, "a"]}, TypeError, "dtype <U"),
+        ({"initial_value": [[1], [1, 2]]}, ValueError, "': expected an array or lists"),
         ({"initial_value": 3, "aggregation": MEAN}, ValueError, "not floating"),
         ({"initial_value": [True], "aggregation": MEAN}, ValueError, "not floating"),
         (
@@ -328,6 +329,7 @@ def test_values_that_fit(strategy):
         (np.zeros(2), "ab", TypeError),
         (np.zeros(2), None, TypeError),
         (np.zeros(2), {"a": 1}, TypeError),
+        (np.zeros(2), [1, [2]], ValueError),
         (np.zeros(2), np.array([None, None]), TypeError),
     ],
     ids=repr,

@@ -7,6 +7,7 @@ import mpidist
 from mpidist.optimizers import (
     SGD,
     cosine_decay,
+    cosine_decay_restarts,
     exponential_decay,
     inverse_time_decay,
     linear_warmup,
@@ -80,6 +81,25 @@ def test_schedules_of_keras():
             make(0.1, 0, 0.5)
     with pytest.raises(ValueError, match=r"polynomial_decay: .*`decay_steps`"):
         polynomial_decay(0.1, -1)
+
+
+@pytest.mark.parametrize("wrong", [None, "0.1", [0.1]])
+def test_what_is_no_number_is_refused_when_a_schedule_is_made(wrong):
+    decays = exponential_decay, inverse_time_decay, polynomial_decay, cosine_decay
+    numbers = [
+        *(lambda x, f=f: f(x, 10, 0.5) for f in decays),
+        *(lambda x, f=f: f(0.1, 10, x) for f in decays),
+        lambda x: cosine_decay_restarts(x, 10),
+        lambda x: polynomial_decay(0.1, 10, power=x),
+        lambda x: cosine_decay_restarts(0.1, 10, m_mul=x),
+        lambda x: piecewise_constant([x], [1.0, 2.0]),
+        lambda x: piecewise_constant([3], [1.0, x]),
+        lambda x: piecewise_constant(None, x),
+        lambda x: linear_warmup(x, 2),
+    ]
+    for make in numbers:
+        with pytest.raises(TypeError, match=r"[a-z_]+: expected (lists of )?numbers, "):
+            make(wrong)
 
 
 @pytest.mark.parametrize("rate", [np.nan, "x", None])

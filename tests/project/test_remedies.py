@@ -237,7 +237,7 @@ def test_keywords_of_calls_in_hot_paths(call, owner_of):
         ),
         (
             "metrics.Precision(threshold=1)",
-            "(thresholds=None, name=None, dtype=None)",
+            "Precision(thresholds=None, name=None, dtype=None)",
         ),
         (
             "compute_average_loss(batch_size=1)",

@@ -86,6 +86,7 @@ def test_a_pytree_of_another_shape_or_that_differs(strategy, folder, jax, rank):
             mpidist.CollectiveMismatchError, lambda: checkpoint.save(folder / "a")
         ):
             assert "'p/w' are not equal" in message
+            assert "random key of each rank's own make by `jax.random.key(" in message
 
 
 def test_what_is_refused_when_the_checkpoint_is_made(jax, strategy):
