@@ -438,12 +438,19 @@ def nodes(
 
 
 @pytest.fixture
+def by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nodes of few ranks sum large arrays in their memory, too."""
+    monkeypatch.setattr(nodes_module, "LEAST_RANKS", 1)
+
+
+@pytest.fixture
 def on_nodes(
     nodes: list[list[int]],
     new_strategy: Callable[..., mpidist.MPIStrategy],
     monkeypatch: pytest.MonkeyPatch,
+    by_nodes: None,
 ) -> Callable[..., mpidist.MPIStrategy]:
-    """Make strategies that reduce by nodes whatever the size, in small pieces."""
+    """Make strategies that reduce by nodes, whatever the sizes, in small pieces."""
     monkeypatch.setattr(nodes_module, "LEAST_BYTES", 1)
     shared = mpidist.experimental.CommunicationImplementation.SHARED
     monkeypatch.setattr(node_module, "_AREA_BETWEEN_NODES", 256 * 1024)

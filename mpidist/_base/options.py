@@ -19,19 +19,18 @@ class CommunicationImplementation(enum.Enum):
     """How flat buffers are moved.
 
     ``AUTO`` chooses by the device of the array and by what MPI supports. Host arrays
-    use shared memory if all ranks are on one node; with several nodes, small arrays use
-    MPI's collectives, and large ones MPI's all-reduce of slices, through the shared
-    memory of each node. ``DIRECT`` passes the buffer to MPI: to its non-blocking
-    collectives, and a GPU array, if MPI is CUDA-aware, to its blocking ones.
-    ``SHARED`` is what AUTO does for host arrays; it is an error if there is no shared
-    memory. ``STAGED`` copies GPU arrays through host memory. ``NCCL`` moves
-    GPU arrays by NCCL, which requires a GPU for each rank; if it is unavailable, it is
-    an error on all ranks, not a warning as in TensorFlow, which there is if no rank has
-    a GPU. For GPU arrays ``AUTO`` is
-    NCCL if it is available, otherwise staged on one node; between nodes direct if MPI
-    is CUDA-aware, otherwise staged.
-    ``RING`` is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their
-    own algorithms.
+    use shared memory if all ranks are on one node; with several nodes MPI's
+    collectives, and if each has four ranks or more, large ones MPI's all-reduce of
+    slices, through the shared memory of each node. ``DIRECT`` passes the buffer to MPI:
+    to its non-blocking collectives, and a GPU array, if MPI is CUDA-aware, to its
+    blocking ones. ``SHARED`` is what AUTO does for host arrays; it is an error if there
+    is no shared memory. ``STAGED`` copies GPU arrays through host memory. ``NCCL``
+    moves GPU arrays by NCCL, which requires a GPU for each rank; if it is unavailable,
+    it is an error on all ranks, not a warning as in TensorFlow, which there is if no
+    rank has a GPU. For GPU arrays ``AUTO`` is NCCL if it is available, otherwise staged
+    on one node; between nodes direct if MPI is CUDA-aware, otherwise staged. ``RING``
+    is TensorFlow's name, and means ``AUTO``, since MPI and NCCL choose their own
+    algorithms.
     """
 
     AUTO = "AUTO"

@@ -1,4 +1,4 @@
-"""The route of nests of host arrays between nodes of one rank, and of small ones.
+"""The route of host arrays between nodes of few ranks, and of small ones.
 
 A nest that has room behind the header takes one collective of MPI. A larger one takes
 two, of which the core starts the second when the headers agree, without Python in
@@ -14,7 +14,6 @@ from typing import Final
 from mpidist import _native
 from mpidist._agreement.channel import between_of
 from mpidist._base.memory import round_up
-from mpidist._collectives import nodes
 from mpidist._collectives.core_routes import CoreReduce
 from mpidist._collectives.plan import Signature
 from mpidist._collectives.resources import Resources
@@ -69,7 +68,7 @@ def _most_bytes(
     copied = algorithm.gathers or len(signature.leaves) > 1
     most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
     if resources.nodes is not None:
-        most = min(most, nodes.LEAST_BYTES - 1)
+        most = min(most, resources.nodes.least_bytes - 1)
     return min(most, algorithm.exchanged_bytes - 1)
 
 

@@ -1,4 +1,4 @@
-"""The route of large nests of host arrays between nodes of several ranks.
+"""The route of large nests of host arrays between nodes of four ranks or more.
 
 After a header by MPI, each node reduces a piece in its memory, as in *shared*, and
 each of its ranks then all-reduces a slice with its peers on the other nodes (`nodes`).
@@ -29,7 +29,6 @@ from mpidist import _native
 from mpidist._base import backend
 from mpidist._base.memory import LINE, round_up
 from mpidist._base.types import Array, DType, HostArray
-from mpidist._collectives import nodes
 from mpidist._collectives.compression import Compression
 from mpidist._collectives.core_routes import reduce_on_node, supports
 from mpidist._collectives.nodes import Nodes
@@ -45,7 +44,8 @@ def hierarchical(
     resources: Resources, signature: Signature
 ) -> HierarchicalReduce | None:
     """Return the plan of a large nest of host arrays."""
-    if resources.nodes is None or signature.on_device:
+    nodes = resources.nodes
+    if nodes is None or signature.on_device:
         return None
     if not supports(resources, signature):
         return None
@@ -54,9 +54,9 @@ def hierarchical(
         return None
     groups = _groups(signature)
     compresses = any(part.compress is not None for _, part in groups)
-    if signature.nest.nbytes < nodes.LEAST_BYTES and not compresses:
+    if signature.nest.nbytes < nodes.least_bytes and not compresses:
         return None
-    return HierarchicalReduce(resources, resources.nodes, signature, groups)
+    return HierarchicalReduce(resources, nodes, signature, groups)
 
 
 def _groups(signature: Signature) -> list[tuple[list[int], Signature]]:

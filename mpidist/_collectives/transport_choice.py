@@ -17,6 +17,7 @@ from mpidist._base.errors import warn_caller
 from mpidist._base.options import CommunicationImplementation
 from mpidist._base.types import record
 from mpidist._collectives.nccl import NcclTransport, connect
+from mpidist._collectives.nodes import LEAST_RANKS
 from mpidist._collectives.staged import HostMemory, StagedTransport
 from mpidist._collectives.transports import DirectTransport, Transport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
@@ -357,5 +358,7 @@ def _where_ranks_are(comm: AnyCommunicator, shares: bool, why_not: str) -> str:
     if comm.num_nodes == comm.size:
         return f"{nodes} of one rank"
     if shares:
-        return f"{nodes}, whose ranks share memory for large arrays"
+        few = comm.smallest_node < LEAST_RANKS
+        what = "compressed sums" if few else "large arrays"
+        return f"{nodes}, whose ranks share memory for {what}"
     return f"{nodes}, whose ranks share no memory: {why_not}"

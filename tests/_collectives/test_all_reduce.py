@@ -42,6 +42,7 @@ def forms_of(x):
 
 @pytest.mark.parametrize("guard", [True, False])
 @pytest.mark.parametrize("implementation", ["DIRECT", "AUTO"])
+@pytest.mark.usefixtures("by_nodes")
 @pytest.mark.parametrize("nodes", ["1", "2", "3"])
 def test_each_rank_may_have_an_array_in_a_form_of_its_own(
     monkeypatch, new_strategy, nodes, implementation, guard
@@ -89,6 +90,7 @@ INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uin
 
 @pytest.mark.parametrize("implementation", ["DIRECT", "AUTO"])
 @pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.usefixtures("by_nodes")
 def test_integers_are_combined_as_in_numpy(
     monkeypatch, new_strategy, nodes, implementation
 ):

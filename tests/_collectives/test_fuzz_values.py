@@ -495,6 +495,7 @@ def test_all_ways_give_the_same_with_a_gpu(new_strategy, monkeypatch, where, ord
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.core
+@pytest.mark.usefixtures("by_nodes")
 @pytest.mark.parametrize(
     ("where", "nodes"), [("host", 2), ("host", 3), ("gpu", 2), ("mixed", 2)]
 )

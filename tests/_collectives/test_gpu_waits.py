@@ -235,6 +235,7 @@ def set_up(monkeypatch, new_strategy, way):
     if way == "staged between nodes":  # with 2 ranks by messages, with more in slices
         monkeypatch.setenv("MPIDIST_SIMULATED_NODES", "2")
         monkeypatch.setattr(nodes_module, "LEAST_BYTES", 1)
+        monkeypatch.setattr(nodes_module, "LEAST_RANKS", 1)
         monkeypatch.setattr(node_module, "_AREA_BETWEEN_NODES", PIECE)
         monkeypatch.setattr(node_module, "_SLICE_BETWEEN_NODES", PIECE // 4)
     name = way.partition(" ")[0]

@@ -333,10 +333,13 @@ def test_bytes_of_small_nests_are_counted_without_padding(nodes, new_strategy):
 
 
 @core_by_mpi
+@pytest.mark.parametrize("few", [False, True])
 def test_what_goes_by_nodes_unless_asked_otherwise(
-    nodes, new_strategy, rank, size, monkeypatch
+    nodes, new_strategy, rank, size, monkeypatch, few
 ):
-    """Small arrays go to all ranks, large ones by nodes: the sums are right at both."""
+    """Small arrays go to all ranks, large ones of nodes of many ranks by nodes."""
+    if not few:
+        monkeypatch.setattr(engine_nodes, "LEAST_RANKS", 2)
     strategy = new_strategy()
     host = group_of(strategy).collectives.resources.transports.host
     several = _native.available() and len(nodes) < size
@@ -361,7 +364,9 @@ def test_what_goes_by_nodes_unless_asked_otherwise(
             made.clear()
             for _ in range(2):
                 np.testing.assert_array_equal(all_reduce(strategy, op, x), expected)
-            assert len(made) == (several and nbytes >= least)
+            smallest = min(map(len, nodes))
+            many = several and smallest >= engine_nodes.LEAST_RANKS
+            assert len(made) == (many and nbytes >= least)
     made.clear()
     options = Options(implementation="DIRECT")
     np.testing.assert_array_equal(all_reduce(strategy, "MAX", x, options), expected)

@@ -28,6 +28,7 @@ def environment(monkeypatch):
 @pytest.mark.parametrize("nodes", ["1", "2"])
 @pytest.mark.parametrize("name", ["get", "set", "synchronize"])
 @pytest.mark.parametrize("count", [3, 50_003])
+@pytest.mark.usefixtures("by_nodes")
 def test_an_error_of_a_copy_is_told_to_all(
     monkeypatch, new_strategy, name, count, nodes, rank, size
 ):

@@ -242,6 +242,7 @@ def _enters(strategy):
     ],
 )
 @pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.usefixtures("by_nodes")
 def test_calls_of_two_threads(
     new_strategy, monkeypatch, first, second, where, call, nodes
 ):
@@ -273,6 +274,7 @@ def test_calls_of_two_threads(
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("nodes", ["1", "2"])
 @pytest.mark.parametrize("second", [_reduces, _gathers])
+@pytest.mark.usefixtures("by_nodes")
 def test_a_call_while_another_thread_waits(
     new_strategy, monkeypatch, rank, nodes, second
 ):
