@@ -43,6 +43,15 @@ def is_device_array(x: object) -> TypeGuard[DeviceArray]:
     return cupy is not None and isinstance(x, getattr(cupy, "ndarray", ()))
 
 
+def is_masked(x: object) -> bool:
+    """Return whether ``x`` is a masked array; without the slow import of their module.
+
+    An import in a call that a `ReplicaStopped` ends may leave Python's lock of imports.
+    """
+    made = sys.modules.get("numpy.ma")
+    return made is not None and isinstance(x, getattr(made, "MaskedArray", ()))
+
+
 def is_array(x: object) -> bool:
     """Return whether ``x`` is a NumPy array or scalar, or an array of CuPy, torch, JAX.
 
@@ -131,7 +140,7 @@ def as_array(x: object, call: str) -> tuple[Array, LeafKind]:
         return x, "array"  # of a dtype of NumPy's, in native byte order
     if is_device_array(x):
         return x, "array"
-    if isinstance(x, np.ma.MaskedArray):
+    if is_masked(x):
         raise TypeError(
             f"{call}: got a masked array, whose mask would be lost; write "
             "`x.filled(value)`, or reduce data and mask as two arrays"

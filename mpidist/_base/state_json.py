@@ -140,7 +140,7 @@ class _Packer:
         ]
 
     def _numpy(self, x: Any, at: str) -> Json:
-        if isinstance(x, np.ma.MaskedArray):  # the mask would be lost
+        if backend.is_masked(x):  # the mask would be lost
             raise self._refused(x, at)
         if x.dtype.kind not in _ARRAY_KINDS:
             raise TypeError(

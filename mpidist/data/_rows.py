@@ -90,7 +90,7 @@ def as_leaf(x: Any, call: str) -> Array:
     if type(x) is np.ndarray and x.dtype.isnative:
         return x  # the most common case: one for each row of a `map`
     if isinstance(x, (np.ndarray, np.generic)):
-        if not isinstance(x, np.ma.MaskedArray):
+        if not backend.is_masked(x):
             return _native(np.asarray(x))
     elif not backend.is_array(x):
         if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):

@@ -291,7 +291,7 @@ def is_nest(x: object) -> bool:
 def _is_array_like(x: Any) -> bool:
     """Whether this supports slices of rows, and need not be converted."""
     if isinstance(x, np.ndarray):
-        return not isinstance(x, np.ma.MaskedArray)
+        return not backend.is_masked(x)
     return (
         not hasattr(x, "__dlpack__")
         and hasattr(x, "shape")

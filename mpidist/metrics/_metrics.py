@@ -34,7 +34,7 @@ def _array(values: Nest, call: str) -> HostArray:
     """Return real numbers, in an array of any library or a list, as NumPy's."""
     what = "an array, as each replica has one"
     expect(not is_per_replica(values), call, what, values, _PER_REPLICA)
-    masked = isinstance(values, np.ma.MaskedArray)
+    masked = backend.is_masked(values)
     expect(not masked, call, "an array without a mask", values, _MASKED)
     kind = guests.kind_of(values)
     x: Any = values
