@@ -148,7 +148,8 @@ def _arrays_to_send(
         shared: the names of arrays that must be equal on all ranks.
 
     Raises:
-        CollectiveMismatchError: if one of those differs (on all ranks).
+        CollectiveMismatchError: if one of those differs, or some ranks have none (on
+            all ranks).
     """
     for array in dict.fromkeys(array for each in all_sums for array in each):
         column = [each.get(array) for each in all_sums]
@@ -156,6 +157,10 @@ def _arrays_to_send(
         if not found.drifted:
             continue
         if array in shared:
+            if None in column:
+                lacking = [rank for rank, x in enumerate(column) if x is None]
+                text = f"there is no {array!r} on {format_ranks(lacking)}"
+                raise _refused(call, text, "Save the same structure on all ranks")
             raise _drifted(call, array, found, _OF_TENSORS)
         mine = column[call.rank]
         if mine is not None and (call.rank == 0 or mine != column[0]):
@@ -190,8 +195,12 @@ def _drifted(
     """Return the error for an array whose copies differ; it names the minority."""
     have = "has" if len(found.drifted) == 1 else "have"
     text = (
-        f"{call.name}: the copies of {name!r} are not equal: "
-        f"{format_ranks(found.drifted)} {have} another value than "
-        f"{format_ranks(found.agreeing)}. Nothing was saved. {remedy}"
+        f"the copies of {name!r} are not equal: {format_ranks(found.drifted)} {have} "
+        f"another value than {format_ranks(found.agreeing)}"
     )
+    return _refused(call, text, remedy)
+
+
+def _refused(call: CollectiveCall, text: str, remedy: str) -> CollectiveMismatchError:
+    text = f"{call.name}: {text}. Nothing was saved. {remedy}"
     return CollectiveMismatchError(on_rank(call.rank, text))
