@@ -107,7 +107,7 @@ class FBetaScore(_OfColumns):
         if self.threshold is None:
             found = (pred >= pred.max(-1, keepdims=True)) & (abs(pred) > 1e-9)
         else:
-            found = pred > float(self.threshold)  # in the dtype of the predictions
+            found = pred.astype(np.float32) > np.float32(self.threshold)  # as in Keras
         return found * true, found * (1 - true), ~found * true, true
 
     def result(self) -> Any:

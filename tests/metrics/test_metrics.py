@@ -118,7 +118,9 @@ def test_comparisons_are_of_the_narrower_dtype(strategy):
         assert score([[1]], narrow) == 0.0
     for dtype in (np.float16, np.float32, np.float64):  # Keras 3.15: of float32
         above = mpidist.metrics.TruePositives(thresholds=0.3)
-        assert above([[1]], dtype([[0.3]])) == (dtype is np.float16)
+        score = mpidist.metrics.F1Score("micro", threshold=0.3)
+        for metric in (above, score):
+            assert metric([[1]], dtype([[0.3]])) == (dtype is np.float16)
 
 
 @pytest.mark.guests
