@@ -119,6 +119,7 @@ class CheckpointManager:
 
         used, self._directory, found = call.on_rank_0(scan)
         self._entries, highest = found
+        self._is_new = not highest
         self._highest = _highest.get()
         self._highest[self._directory, checkpoint_name] = highest
         # A program of TensorFlow may delete its own directory on ranks other than 0.
@@ -268,17 +269,18 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the newest complete checkpoint, if there is one. Collective.
 
-        At program level. A checkpoint that has been damaged or deleted since the
-        manager was created is skipped, with a warning on rank 0.
+        At program level. Damaged checkpoints are skipped, with a warning on rank 0. But
+        training does not begin anew where there is no other one.
 
         Returns:
             Its path; None if there is no checkpoint, and then nothing has changed.
 
         Raises:
-            CheckpointError: if it does not match the objects.
+            CheckpointError: if it does not match the objects, or all are damaged.
         """
         name = "CheckpointManager.restore_or_initialize"
         self._objects.call(name).wait_for_save()
+        self._is_new &= not self._entries
         while self._entries:
             path = self._entries[-1].path
             try:
@@ -296,6 +298,11 @@ class CheckpointManager:
                 restore()
                 self._saved_step = self._step()
                 return path
+        if not self._is_new:
+            raise CheckpointError(
+                f"{name}: all checkpoints in {self._directory!r} are damaged, as the "
+                "warnings of rank 0 say; remove them to begin anew"
+            )
         if self._init_fn is not None:
             self._init_fn()
         return None

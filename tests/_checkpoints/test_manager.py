@@ -97,6 +97,31 @@ def test_the_manager_finds_the_newest_whole_one(strategy, folder, rank):
 
 
 @pytest.mark.mpi
+@pytest.mark.one_size
+def test_training_does_not_begin_anew_if_all_are_damaged(strategy, folder, rank):
+    checkpoint, begun = mpidist.Checkpoint(step=variable(strategy, 0)), []
+
+    def manager():
+        return mpidist.CheckpointManager(
+            checkpoint, folder, init_fn=lambda: begun.append(1)
+        )
+
+    one, other = manager(), manager()
+    one.save()
+    assert other.restore_or_initialize() is None  # of what was there before
+    if rank == 0:
+        flip_in_array(folder / "ckpt-1", "step")
+    for make in (lambda: one, manager):
+        with expected_warnings(rank, ["ckpt-1.*array 'step'"]):
+            made = make()
+            for _ in range(2):
+                raises_everywhere(
+                    mpidist.CheckpointError, made.restore_or_initialize, "remove them"
+                )
+    assert begun == [1]
+
+
+@pytest.mark.mpi
 def test_what_killed_jobs_have_left_is_deleted_before_a_save(
     strategy, folder, rank, monkeypatch
 ):
