@@ -14,7 +14,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from mpidist._base import checksums, nest, threads
 from mpidist._base.environment import debugging, read_environment
@@ -63,23 +63,6 @@ class ValueContext:
             f"mpidist.ValueContext(replica id {self.replica_id_in_sync_group}, "
             f"total replicas in sync: {self.num_replicas_in_sync})"
         )
-
-
-class _HasNext(Protocol):
-    """An iterator."""
-
-    def __next__(self) -> Nest: ...
-
-
-class _HasGetNext(Protocol):
-    """A `mpidist.DistributedIterator`, or an object like one."""
-
-    def get_next(self) -> Nest:
-        """Return the next element."""
-
-
-Steps: TypeAlias = _HasNext | _HasGetNext
-"""The elements that a loop takes, one for each step."""
 
 
 class MultiStepContext:

@@ -25,7 +25,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._runtime.registry import component
 from mpidist._strategy import operations as operations  # registers them
-from mpidist._strategy.contexts import MultiStepContext, Steps
+from mpidist._strategy.contexts import MultiStepContext
 from mpidist._strategy.reductions import Destination, Everywhere, Pair, root_of
 from mpidist._values.components import check_owner
 from mpidist._values.distributed import (
@@ -223,7 +223,7 @@ class StrategyExtended:
     def experimental_run_steps_on_iterator(
         self,
         fn: Callable[[MultiStepContext, Nest], object],
-        iterator: Steps,
+        iterator: Iterator[Nest],
         iterations: int = 1,
         initial_loop_values: dict[str, Nest] | None = None,
     ) -> MultiStepContext:
