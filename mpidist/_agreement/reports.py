@@ -6,20 +6,12 @@ What a report says, and what a rank raises because of all reports, is in `mismat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from mpidist._agreement.breakdown import Breakdown, Payload
 from mpidist._agreement.call_state import CallState
 from mpidist._agreement.mismatch import Call, ErrorKind, Key, Report, judge
 from mpidist._base.errors import as_told
 from mpidist._mpi.any_communicator import AnyCommunicator
-
-
-class Updates(Protocol):
-    """Updates in progress, which write to this rank's copies of variables."""
-
-    def undo(self) -> list[Key]:
-        """Undo the writes if the values before are kept; return the variables' keys."""
 
 
 class Reports:
@@ -33,7 +25,9 @@ class Reports:
     Attributes:
         failures: how often ranks have differed; it changes on all ranks, or on none.
         calls: the texts of the calls of all ranks, when they differed last.
-        batch: the updates in progress, which are undone if the ranks differ.
+        undo: called if the ranks differ and updates are in progress: undoes what they
+            have written to variables, if the values before are kept, and returns their
+            keys.
         repair: makes the copies of variables, given by their keys, equal again after
             an update that has failed. Collective.
     """
@@ -46,7 +40,7 @@ class Reports:
         self._breakdown = breakdown
         self.failures: int = 0
         self.calls: set[str] = set()
-        self.batch: Updates | None = None
+        self.undo: Callable[[], list[Key]] | None = None
         self.repair: Callable[[Sequence[Key]], None] | None = None
 
     def exchange(
@@ -75,9 +69,9 @@ class Reports:
             self.failures += 1
             report = Report.of(self._comm.rank, call, error, kind)
             report.depth, report.joining = len(sections), joining
-            if self.batch is not None:
-                report.written = self.batch.undo()
-                self.batch = None
+            if self.undo is not None:
+                report.written = self.undo()
+                self.undo = None
             reports = self._comm.all_gather_objects(report)
             self.calls = {report.call for report in reports}
             found = judge(self._comm.rank, reports) if error is None else error

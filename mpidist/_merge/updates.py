@@ -195,8 +195,8 @@ class UpdateBatch(SectionResult):
         self._began = time.monotonic()
         if guard.checks:
             guard.enter_section()
-            self._outer = guard.reports.batch
-            guard.reports.batch = self
+            self._outer = guard.reports.undo
+            guard.reports.undo = self.undo
             self.open = True  # now `leave` has all that it needs
         batch = self if self.open else None
         self._frame = context.Frame(group, context.Level.UPDATE, batch=batch)
@@ -289,7 +289,7 @@ class UpdateBatch(SectionResult):
         if not self.open:
             return self.error
         guard = self._guard
-        guard.reports.batch = self
+        guard.reports.undo = self.undo
         name = call or self._failed_in
         what = call_of(name) if name else _BATCH
         try:
@@ -308,7 +308,7 @@ class UpdateBatch(SectionResult):
             if self._kept is not None:
                 self.undo()
             guard = self._guard
-            guard.reports.batch = self._outer
+            guard.reports.undo = self._outer
             guard.leave_section()
             del self._numbers, self._effects, self._written, self._frame
 
