@@ -7,7 +7,7 @@ on one rank alone is done before the agreement, and its failure is told to all r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 from mpidist._agreement.guard import Guard
@@ -19,7 +19,6 @@ from mpidist._collectives.copies import Copies
 from mpidist._collectives.plan import PlanCache
 from mpidist._collectives.plans import Plans
 from mpidist._collectives.resources import Resources
-from mpidist._collectives.transport_choice import Finding
 from mpidist._mpi.communicator import AnyCommunicator
 
 
@@ -52,19 +51,9 @@ class Collectives(Copies):
         self.plans: Plans = Plans(resources, self.cache, self.all_gather)
         self.all_reduce: Callable[..., Nest] = self.plans.quick.entry
 
-    def decide_device_transports(
-        self, findings: Sequence[Finding], timeout_seconds: float
-    ) -> None:
-        """Choose, with all ranks, how GPU buffers move; see `Resources`. Collective."""
-        self.resources.decide_devices(findings, timeout_seconds)
-        self._forget()
-
     def release(self) -> None:
         """Let go of shared memory: the strategy is being closed. Not collective."""
         self.resources.release()
-        self._forget()
-
-    def _forget(self) -> None:
         self.cache.clear()
         self.plans.owned.clear()
         self.plans.quick.forget()

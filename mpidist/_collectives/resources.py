@@ -17,13 +17,10 @@ from mpidist._collectives.node import Node
 from mpidist._collectives.nodes import NO_MEMORY, Nodes, SharedMemory
 from mpidist._collectives.pool import Pool
 from mpidist._collectives.staged import StagedTransport
-from mpidist._collectives.transport_choice import (
-    Finding,
-    TransportChoice,
-    find_transports,
-)
+from mpidist._collectives.transport_choice import Finding, TransportChoice
 from mpidist._collectives.transports import DirectTransport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.library import query_cuda_support
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -127,11 +124,22 @@ class Resources:
         return kind if observers is None else observers.observing(kind)
 
     def find_transports(self) -> Finding:
-        """Return what this rank finds of how its GPU buffers can move."""
-        wanted, host = self._resolve(self.options.implementation), self.comm.host_names
-        return find_transports(
-            wanted, self.device, host[self.comm.rank], self.environment
-        )
+        """Return what this rank finds of how its GPU buffers can move.
+
+        Does not raise if something is missing.
+        """
+        device, aware = self.device, self.environment.cuda_aware
+        gpu = queried = no_nccl = ""
+        if device.kind == "gpu":
+            try:
+                host = self.comm.host_names[self.comm.rank]
+                gpu = f"{host} {gpus.gpu_bus_id(device)}"
+                gpus.nccl_module()
+            except Exception as error:  # of CUDA, or of an incompatible library
+                no_nccl = f"{error}"
+            queried = query_cuda_support() if aware is None else ""
+        wanted = self._resolve(self.options.implementation).name
+        return Finding(wanted, device.kind, device.index, gpu, aware, queried, no_nccl)
 
     def decide_devices(
         self, findings: Sequence[Finding], timeout_seconds: float

@@ -21,7 +21,6 @@ from mpidist._collectives.nodes import LEAST_RANKS
 from mpidist._collectives.staged import HostMemory, StagedTransport
 from mpidist._collectives.transports import DirectTransport, Transport, Transports
 from mpidist._mpi.communicator import AnyCommunicator
-from mpidist._mpi.library import query_cuda_support
 
 _AUTO = (CommunicationImplementation.AUTO, CommunicationImplementation.RING)
 _INSTEAD = (
@@ -77,25 +76,6 @@ class Decision:
     try_nccl: bool = False
     no_nccl: str = ""
     missing: str = ""
-
-
-def find_transports(
-    wanted: CommunicationImplementation,
-    device: gpus.Device,
-    host_name: str,
-    environment: Environment,
-) -> Finding:
-    """Return what this rank finds. Does not raise if something is missing."""
-    gpu = queried = no_nccl = ""
-    if device.kind == "gpu":
-        try:
-            gpu = f"{host_name} {gpus.gpu_bus_id(device)}"
-            gpus.nccl_module()
-        except Exception as error:  # of CUDA, or of an incompatible library
-            no_nccl = f"{error}"
-        queried = query_cuda_support() if environment.cuda_aware is None else ""
-    known = device.index, gpu, environment.cuda_aware, queried, no_nccl
-    return Finding(wanted.name, device.kind, *known)
 
 
 def decide(findings: Sequence[Finding], num_nodes: int) -> Decision:

@@ -258,7 +258,7 @@ def _make_collectives(
                 "mpidist: the all-reduce of this MPI library gives ranks different "
                 "bits; sums are reduced to one rank and broadcast, which is slower"
             )
-    collectives.decide_device_transports(findings, guard.timeout_seconds)
+    resources.decide_devices(findings, guard.timeout_seconds)
     return collectives
 
 

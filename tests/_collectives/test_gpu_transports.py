@@ -24,6 +24,7 @@ import mpidist
 from mpidist._base.gpus import Device
 from mpidist._collectives import (
     nccl as _nccl,
+    resources,
     staged as staged_module,
     transport_choice,
 )
@@ -497,7 +498,7 @@ def test_what_a_strategy_takes(
     monkeypatch, new_strategy, asked, variables, says, way, reason
 ):
     posing.install(monkeypatch)
-    monkeypatch.setattr(transport_choice, "query_cuda_support", lambda: says)
+    monkeypatch.setattr(resources, "query_cuda_support", lambda: says)
     for name, value in variables.items():
         monkeypatch.setenv(f"MPIDIST_{name}", value)
     strategy = new_strategy(device="gpu", implementation=asked)
