@@ -17,24 +17,24 @@ _EPSILON: Final = 1e-7  # of Keras
 class _Compared(_OfPairs, Mean):  # type: ignore[misc]  # update_state as in Keras
     """The mean of what a comparison of labels and predictions gives."""
 
+    _sparse = False  # whether a label is the number of the class of a row
+
     def _sums(
         self, true: HostArray, pred: HostArray, sample_weight: Nest
     ) -> tuple[float, float]:
-        return _sums_of_rows(self._compare(true, pred), sample_weight, self._call)
+        shape = pred.shape[:-1] if self._sparse else pred.shape
+        found = self._compare(_of_shape(true, shape, self._call), pred)
+        return _sums_of_rows(found, sample_weight, self._call)
 
     def _compare(self, true: Any, pred: Any) -> Any:
         """Return a value for each row, or for each element."""
         raise NotImplementedError
-
-    def _difference(self, true: Any, pred: Any) -> Any:
-        return pred.astype(np.float64) - _of_shape(true, pred.shape, self._call)
 
 
 class Accuracy(_Compared):
     """The fraction of predictions that equal their label; of the same shape."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = _of_shape(true, pred.shape, self._call)
         if true.dtype.kind == pred.dtype.kind == "f":  # 0.1 is another one in float64
             narrow = min(true.dtype, pred.dtype, key=lambda dtype: dtype.itemsize)
             true, pred = true.astype(narrow), pred.astype(narrow)
@@ -44,16 +44,17 @@ class Accuracy(_Compared):
 class SparseCategoricalAccuracy(_Compared):
     """The fraction of rows whose label, an int, is the class of the largest score."""
 
+    _sparse = True
+
     def _compare(self, true: Any, pred: Any) -> Any:
-        found = pred.argmax(-1)
-        return _of_shape(true, found.shape, self._call) == found
+        return true == pred.argmax(-1)
 
 
 class CategoricalAccuracy(_Compared):
     """The fraction of rows whose one-hot label is the class of the largest score."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return _of_shape(true, pred.shape, self._call).argmax(-1) == pred.argmax(-1)
+        return true.argmax(-1) == pred.argmax(-1)
 
 
 class BinaryAccuracy(_Compared):
@@ -71,23 +72,21 @@ class BinaryAccuracy(_Compared):
         self.threshold = threshold
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return _of_shape(true, pred.shape, self._call) == (
-            pred > float(self.threshold)  # in the dtype of the predictions
-        )
+        return true == (pred > float(self.threshold))  # in the dtype of predictions
 
 
 class MeanSquaredError(_Compared):
     """The mean squared difference between predictions and labels."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return self._difference(true, pred) ** 2
+        return (pred.astype(np.float64) - true) ** 2
 
 
 class MeanAbsoluteError(_Compared):
     """The mean absolute difference between predictions and labels."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return abs(self._difference(true, pred))
+        return abs(pred.astype(np.float64) - true)
 
 
 class MeanAbsolutePercentageError(_Compared):
@@ -97,9 +96,8 @@ class MeanAbsolutePercentageError(_Compared):
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = _of_shape(true, pred.shape, self._call).astype(np.float64)
-        size = np.maximum(abs(true), _EPSILON)
-        return 100.0 * abs(self._difference(true, pred)) / size
+        true, pred = true.astype(np.float64), pred.astype(np.float64)
+        return 100.0 * abs(pred - true) / np.maximum(abs(true), _EPSILON)
 
 
 class MeanSquaredLogarithmicError(_Compared):
@@ -109,7 +107,6 @@ class MeanSquaredLogarithmicError(_Compared):
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = _of_shape(true, pred.shape, self._call)
         one, other = (
             np.log1p(np.maximum(x.astype(np.float64), _EPSILON)) for x in (true, pred)
         )
@@ -123,7 +120,6 @@ class KLDivergence(_Compared):
     """
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = _of_shape(true, pred.shape, self._call)
         true, pred = (np.clip(x.astype(float), _EPSILON, 1) for x in (true, pred))
         return (true * np.log(true / pred)).sum(-1)
 
@@ -143,7 +139,6 @@ class CosineSimilarity(_Compared):
         self.axis = axis
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = _of_shape(true, pred.shape, self._call)
         lengths = [
             np.linalg.norm(x.astype(float), axis=self.axis) for x in (true, pred)
         ]
@@ -170,6 +165,8 @@ class SparseTopKCategoricalAccuracy(_Compared):
         name: of the metric.
     """
 
+    _sparse = True
+
     def __init__(
         self, k: int = 5, name: str | None = None, dtype: object = None
     ) -> None:
@@ -177,8 +174,7 @@ class SparseTopKCategoricalAccuracy(_Compared):
         self.k: int = as_int(type(self).__name__, "k", k, least=1)
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        labels = _of_shape(true, pred.shape[:-1], self._call)
-        hit = labels[..., None] == np.arange(pred.shape[-1])
+        hit = true[..., None] == np.arange(pred.shape[-1])
         what = f"labels that are ints from 0 to {pred.shape[-1] - 1}"
         expect(bool(hit.any(-1).all()), self._call, what, true, error=ValueError)
         own = np.where(hit, pred, 0).sum(-1, keepdims=True)
@@ -191,10 +187,10 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
     Labels are one-hot rows. Otherwise as `SparseTopKCategoricalAccuracy`.
     """
 
+    _sparse = False
+
     def _compare(self, true: Any, pred: Any) -> Any:
-        return super()._compare(
-            _of_shape(true, pred.shape, self._call).argmax(-1), pred
-        )
+        return super()._compare(true.argmax(-1), pred)
 
 
 class BinaryCrossentropy(_Compared):
@@ -218,7 +214,7 @@ class BinaryCrossentropy(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         # Each of a vector is a row.
-        true, pred = _of_shape(true, pred.shape, self._call), pred.astype(np.float64)
+        pred = pred.astype(np.float64)
         shape = pred.shape if pred.ndim > 1 else (pred.size, 1)
         return self._loss.call(true.reshape(shape), pred.reshape(shape))
 
@@ -245,7 +241,6 @@ class CategoricalCrossentropy(_Compared):
         self._loss = losses.CategoricalCrossentropy(from_logits, label_smoothing, axis)
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = _of_shape(true, pred.shape, self._call)
         return self._loss.call(true, pred.astype(np.float64))
 
 
@@ -258,6 +253,8 @@ class SparseCategoricalCrossentropy(_Compared):
         axis: must be -1.
     """
 
+    _sparse = True
+
     def __init__(
         self,
         name: str | None = None,
@@ -269,5 +266,4 @@ class SparseCategoricalCrossentropy(_Compared):
         self._loss = losses.SparseCategoricalCrossentropy(from_logits, axis=axis)
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        true = _of_shape(true, pred.shape[:-1], self._call)
         return self._loss.call(true, pred.astype(np.float64))
