@@ -68,23 +68,23 @@ integer. A plain tuple, since the core makes one for every header."""
 
 
 class Channel(Protocol):
-    """The interface that the guard uses to exchange headers with the other ranks."""
+    """The interface that the guard uses to exchange headers with the other ranks.
 
-    who: int
-    pause: Callable[[float], None] | None
-    """Called with the seconds waited, several times a second; may raise."""
+    Attributes:
+        who: the rank that has left, as the core says it.
+        pause: called with the seconds waited, several times a second; may raise.
+        moves: whether this rank waits for the data that follows a header.
+        verdict: what the last headers of all ranks say together.
+    """
+
+    who: int = -1
+    pause: Callable[[float], None] | None = None
+    moves: bool = False
+    verdict: Verdict = (0, 1, 1, 0, 0)
 
     @property
     def busy(self) -> bool | int:
         """Whether this rank is exchanging a header, or the core moves its data."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether this rank waits for the data that follows a header."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """What the last headers of all ranks say together."""
 
     @property
     def headers(self) -> int:
@@ -123,10 +123,18 @@ class Channel(Protocol):
         """Return the status of the header of `start`; None if some are missing."""
 
     def missing(self) -> list[int]:
-        """Return the ranks that are known not to be there yet."""
+        """Return the ranks that are known not to be there yet.
+
+        None where a collective of MPI carries the header, which does not tell.
+        """
+        return []
 
     def leave(self) -> None:
-        """Tell the ranks that wait for this one that it makes no more steps."""
+        """Tell the ranks that wait for this one that it makes no more steps.
+
+        Without the core they learn of it by a notice.
+        """
+        return
 
 
 def open_channel(comm: Communicator, shared: Channel | None) -> Channel:
@@ -161,14 +169,10 @@ def _wait_for_header(between: _native.Between) -> None:
     poll(between, between.pause or _ignore, yield_seconds=seconds)
 
 
-class SelfChannel:
+class SelfChannel(Channel):
     """The channel of one rank, which agrees with itself."""
 
-    who = -1
     busy = False
-    moves = False
-    pause: Callable[[float], None] | None = None
-    verdict: Verdict = (0, 1, 1, 0, 0)
     headers = 0
     lateness = 0.0
 
@@ -184,25 +188,13 @@ class SelfChannel:
         """Return the status of the header of `start`."""
         return DIFFERENT if self.verdict[0] else OK
 
-    def missing(self) -> list[int]:
-        """Return no rank: there is one, and it is here."""
-        return []
 
-    def leave(self) -> None:
-        """Do nothing: nobody waits."""
-
-
-class ExchangeChannel:
+class ExchangeChannel(Channel):
     """A channel that gathers each header as integers, by MPI or between threads.
 
     Args:
         start: starts to send integers of each rank to all.
     """
-
-    who = -1
-    moves = False
-    pause: Callable[[float], None] | None = None
-    verdict: Verdict = (0, 1, 1, 0, 0)
 
     def __init__(self, start: StartHeader) -> None:
         self._start = start
@@ -258,13 +250,6 @@ class ExchangeChannel:
         request = self._request
         assert request is not None
         return self._judge(request.result) if request.Test() else None
-
-    def missing(self) -> list[int]:
-        """Return an empty list: a collective of MPI does not tell who is missing."""
-        return []
-
-    def leave(self) -> None:
-        """Do nothing: the ranks that wait learn of it by a notice."""
 
     def _judge(self, rows: list[Sequence[int]]) -> int:
         """Return the status of the headers of all ranks."""
