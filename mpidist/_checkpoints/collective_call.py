@@ -159,10 +159,9 @@ _last: Final[threads.ReplicaLocal[list[threading.Thread]]] = threads.ReplicaLoca
 
 
 class Write:
-    """A thread of rank 0 that writes a checkpoint to a path: it calls ``write``."""
+    """A thread of rank 0 that writes a checkpoint: it calls ``write``."""
 
-    def __init__(self, path: str, write: Callable[[], int]) -> None:
-        self._path = path
+    def __init__(self, write: Callable[[], int]) -> None:
         self._process = os.getpid()
         self._result: int | None = None
         self._error: BaseException | None = None
@@ -192,7 +191,6 @@ class Write:
         process_exit.not_before_end(self.finish)
         error, self._error = self._error, None
         if error is not None:
-            error.add_note(f"raised by the save to {self._path!r} with `wait=False`")
             raise error
         return self._result
 

@@ -119,6 +119,14 @@ class SavedObjects:
             )
             return saved_at
 
+        def write_at(place: str, arrays: Mapping[str, Stored]) -> int:
+            try:
+                return around(functools.partial(write, place, arrays))
+            except BaseException as error:  # that of a full disk has no path
+                how = "" if wait else " with `wait=False`"
+                error.add_note(f"raised by the save to {str(target)!r}{how}")
+                raise
+
         def write_on_rank_0() -> tuple[str, int | None]:
             nonlocal thread
             arrays = variables | tensors
@@ -126,10 +134,9 @@ class SavedObjects:
             place = os.path.realpath(str(target))  # from here: a thread may be late
             if wait:
                 wait_for_threads()
-                return str(target), around(functools.partial(write, place, arrays))
+                return str(target), write_at(place, arrays)
             copies = {array: own_copy(x) for array, x in arrays.items()}
-            work = functools.partial(around, functools.partial(write, place, copies))
-            thread = Write(str(target), work)
+            thread = Write(functools.partial(write_at, place, copies))
             return str(target), None
 
         with call.guard.span(name):
