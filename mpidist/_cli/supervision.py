@@ -3,8 +3,8 @@
 A launcher may return 0 for a job that has failed. One that outlives ranks does if the
 ranks that were killed were the only ones that failed: also if those were all. MPICH's
 ends all ranks, and says nothing, if one calls ``os._exit(0)``. So a rank creates a file
-when it makes its first strategy, and another one when it comes to its end
-(`job_end.ENDED_FILE`); if no rank has come to its end, the job has failed.
+when it makes its first strategy, and another one when it comes to its end, if it has
+imported mpidist (`job_end.ENDED_FILE`); if none has, the job has failed.
 
 A launcher may also wait for a host that it cannot reach, for minutes, and until then
 ignore signals. So a rank that ends the job, or ends without some of the others, creates
@@ -117,7 +117,7 @@ class Supervisor:
                 if self.outlives_ranks:
                     _say(
                         "no rank has come to the end of its program: all were killed, "
-                        "or none has made a strategy"
+                        "or none has imported mpidist"
                     )
                     return _KILLED
                 if os.path.exists(ended + BEGUN):

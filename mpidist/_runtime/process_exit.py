@@ -112,7 +112,6 @@ _making = False  # a strategy is being created, or creating it has failed
 # That of this process, if a function of `before_end` has failed, or by a signal, if it
 # is the only one of a job.
 _code_at_end = 0
-_has_begun = False  # a strategy has been made
 
 
 def install() -> None:
@@ -136,12 +135,11 @@ def watch(guard: Guard, *, waits: bool) -> None:
         guard: the guard of the strategy.
         waits: whether this process waits at its end for those of the other ranks.
     """
-    global _making, _has_begun
+    global _making
     if threads.current() is None:
         _making = False
         if waits and job_end.rank_of_job() is not None:
             reporting.start()
-        _has_begun = True
         job_end.tell_launcher(job_end.BEGUN)
     job_end.guards.get()[guard] = waits
 
@@ -335,8 +333,7 @@ def _end() -> None:
     misses = any(one.misses_ranks for one in job_end.breakdowns())
     finalizes = False
     if not library.is_forbidden():
-        if is_rank or _has_begun:  # the program may have ended MPI itself
-            job_end.tell_launcher()
+        job_end.tell_launcher()
         finalizes = bool(_code_at_end)
         if not (finalizes or misses or (is_rank and survival.end())):
             if is_rank and survival.is_on():

@@ -124,13 +124,17 @@ def test_a_job_that_failed_is_started_again_from_its_checkpoint(tmp_path, killed
 
 
 @survives
-def test_a_job_whose_ranks_were_all_killed_has_failed():
+def test_a_job_whose_ranks_were_all_killed_has_failed(tmp_path):
     settings = {"kill_in_vote": {"0": 5, "1": 5}}
     command = [sys.executable, "-m", "mpidist", "run", "--elastic", "-n", "2"]
     done = launching.run_command([*command, PROGRAM, json.dumps(settings)], SECONDS)
     assert done.stdout.count("killed") == 2, done
     assert done.returncode == 137, done
     assert "no rank has come to the end of its program" in done.stderr
+    trained = tmp_path / "trained.py"  # a program that finds nothing to do
+    trained.write_text("import mpidist")
+    done = launching.run_command([*command, str(trained)], SECONDS)
+    assert done.returncode == 0, done
 
 
 def end(how, *folder, options=launching.ULFM):
