@@ -488,7 +488,12 @@ class Dataset(metaclass=_Names):
             readers = cycle
 
         def open_one(*element: Nest) -> Stage:
-            made = map_func(*element)
+            try:
+                made = map_func(*element)
+            except Exception as error:  # NumPy's does not name a damaged file
+                given = ", ".join(f"{x!r:.200}" for x in element)
+                error.add_note(f"Dataset.interleave: in `map_func({given})`")
+                raise
             expect(
                 isinstance(made, Dataset),
                 "Dataset.interleave",

@@ -318,6 +318,9 @@ def test_list_files(tmp_path):
     assert "".join(map(chr, rows)) == "abcabc"
     with pytest.raises(ValueError, match="no file matches"):
         Dataset.list_files(pattern + ".gz")
+    (tmp_path / "b.npy").write_bytes(b"")
+    with pytest.raises(EOFError, match=r"in `map_func.*b.npy'"):
+        list(rows)
 
 
 def test_zip_keeps_the_structure_of_its_argument():
