@@ -247,13 +247,8 @@ def number_kind(dtype: DType) -> str:
     Their own are "V" for bfloat16 and "f" for float8_e5m2, for which MPI has no type.
     """
     if dtype.isbuiltin == 2:  # not one of NumPy's
-        return "f" if is_bfloat16(dtype) else "V"
+        return "f" if guests.is_bfloat16(dtype) else "V"
     return str(dtype.kind)
-
-
-def is_bfloat16(dtype: DType) -> bool:
-    """Return whether this is the bfloat16 of ml_dtypes."""
-    return bool(dtype.kind == "V" and dtype.name == "bfloat16")
 
 
 def fits(x: Any, dtype: DType) -> bool:

@@ -157,6 +157,11 @@ def library(kind: GuestKind) -> Any:
     return None if is_partial else module
 
 
+def is_bfloat16(dtype: DType) -> bool:
+    """Return whether this is the bfloat16 of ml_dtypes."""
+    return bool(dtype.kind == "V" and dtype.name == "bfloat16")
+
+
 def dtype_of(name: str) -> DType:
     """Return the dtype of a name, of NumPy or ml_dtypes.
 
@@ -341,7 +346,7 @@ def export_copy(
         BufferError: if neither the array's library nor torch can export its dtype.
     """
     own: Any = array.copy()
-    if array.dtype.kind == "V" and "torch" in sys.modules:
+    if is_bfloat16(array.dtype) and "torch" in sys.modules:
         own = _to_torch(own)  # NumPy cannot export bfloat16
     if not isinstance(own, np.ndarray):
         return own.__dlpack__(stream=stream, max_version=max_version)
@@ -350,7 +355,7 @@ def export_copy(
 
 def _to_torch(array: Array) -> Guest:
     torch = importlib.import_module("torch")
-    short = array.dtype.kind == "V"  # bfloat16
+    short = is_bfloat16(array.dtype)
     raw = array.view(np.int16) if short else array
     if isinstance(raw, (np.ndarray, np.generic)):
         writable = isinstance(raw, np.ndarray) and raw.flags.writeable

@@ -4,7 +4,8 @@ For nests that other routes do not accept: without the core, large nests between
 of one rank, GPU buffers that NCCL or MPI moves, operations that the core lacks. Leaves
 are packed into few flat buffers, which a transport reduces. They are planned once:
 which leaf is at which offset of which buffer, and which MPI operation reduces it.
-Large leaves on the host are not packed. Buffers move together, in pieces, and those
+Large leaves on the host are not packed, or, if they travel as another dtype, packed in
+parts. Buffers move together, in pieces, and those
 that have arrived are divided while others are moving (`BufferCollectives.allreduce`).
 """
 
@@ -43,6 +44,7 @@ class Bucket:
         operation: of MPI.
         compression: of a buffer that is sent as 16-bit floats.
         is_direct: whether it is one leaf that is reduced from the array to the result.
+        part: what it has of its one leaf; None: others may join its leaves, all whole.
     """
 
     leaves: tuple[int, ...]
@@ -52,6 +54,7 @@ class Bucket:
     operation: MPIOp
     compression: Compression | None = None
     is_direct: bool = False
+    part: slice | None = None
 
 
 def plan_buckets(
@@ -62,12 +65,13 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Divide leaves into buckets of at most ``bytes_per_pack``, by dtype.
 
-    A leaf that is larger than a bucket has its own; so has a large one on the host that
-    is reduced from where it is. Those that are come first.
+    One that is larger is cut into several, unless it is reduced from where it is: then
+    it has its own, as a large one on the host has. Those come first.
 
     Args:
         leaves: to be reduced.
-        bytes_per_pack: the maximum size of a bucket of several leaves.
+        bytes_per_pack: the maximum size of a bucket of several leaves; of a part of one
+            it is at least 1 MiB.
         compress: makes the compression of a bucket of leaves that are `compressible`.
         root: the one rank that wants the results, from packed leaves; None: all do.
     """
@@ -84,20 +88,23 @@ def plan_buckets(
     buckets: list[Bucket] = []
     for (wire, operation, on_device, lossy), members in groups.items():
         room = max(1, bytes_per_pack // wire.itemsize)
+        most = max(room, _LEAST_UNPACKED // wire.itemsize)
         bucket: Bucket | None = None
         for index in members:
-            size = leaves[index].size
+            size, plain = leaves[index].size, is_plain(index, lossy)
             is_large = size * wire.itemsize >= _LEAST_UNPACKED and not on_device
-            if is_large and is_plain(index, lossy):
-                buckets.append(Bucket((index,), (0,), size, wire, operation))
-                continue
-            if bucket is None or bucket.size + size > room:
-                compression = compress() if lossy and compress is not None else None
-                bucket = Bucket((), (), 0, wire, operation, compression)
-                buckets.append(bucket)
-            bucket.leaves += (index,)
-            bucket.offsets += (bucket.size,)
-            bucket.size += size
+            alone = is_large if plain else size > most
+            step = size if plain else most
+            for start in range(0, size, step) if alone else (0,):
+                count = min(step, size - start) if alone else size
+                if not bucket or bucket.part or alone or bucket.size + count > room:
+                    compression = compress() if lossy and compress is not None else None
+                    bucket = Bucket((), (), 0, wire, operation, compression)
+                    buckets.append(bucket)
+                bucket.part = slice(start, start + count) if alone else None
+                bucket.leaves += (index,)
+                bucket.offsets += (bucket.size,)
+                bucket.size += count
     for bucket in buckets:
         alone, lossy = len(bucket.leaves) == 1, bucket.compression is not None
         bucket.is_direct = alone and is_plain(bucket.leaves[0], lossy)
@@ -130,6 +137,7 @@ class BucketReduce(PreparedPlan[_Call]):
         # Of the largest bucket that is packed, on the host and on the GPU: its bytes,
         # and a leaf that is in the same kind of memory.
         self._packed: dict[bool, tuple[int, int]] = {}
+        self._cut = {x.leaves[0] for x in self._buckets if x.part and not x.is_direct}
         for bucket in self._buckets:
             if not bucket.is_direct:
                 index = bucket.leaves[0]
@@ -144,6 +152,8 @@ class BucketReduce(PreparedPlan[_Call]):
             on_device: self._pool.empty_like(arrays[index], (nbytes,), _BYTES)
             for on_device, (nbytes, index) in self._packed.items()
         }
+        for index in self._cut:
+            arrays[index] = backend.flat(backend.contiguous(arrays[index]))
         if not self._wanted:
             return _Call(arrays, [None] * len(arrays), packed)
         results = [
@@ -203,15 +213,20 @@ class BucketReduce(PreparedPlan[_Call]):
         packed = memory[: bucket.size * bucket.wire.itemsize].view(bucket.wire)
         parts: list[tuple[int, Reduction, Array]] = []
         for index, offset in zip(bucket.leaves, bucket.offsets, strict=True):
-            leaf = self._leaves[index]
-            part = packed[offset : offset + leaf.size].reshape(leaf.shape)
-            leaf.reduction.encode(work.arrays[index], part)
-            parts.append((index, leaf.reduction, part))
+            x = work.arrays[index]
+            x = x if bucket.part is None else x[bucket.part]
+            part = packed[offset : offset + x.size].reshape(x.shape)
+            reduction = self._leaves[index].reduction
+            reduction.encode(x, part)
+            parts.append((index, reduction, part))
 
         def unpack(moved: slice) -> None:
             if self._wanted and moved.stop >= bucket.size:
                 for index, reduction, part in parts:
-                    reduction.decode(part, self._comm.size, work.results[index])
+                    out = work.results[index]
+                    if bucket.part is not None:
+                        out = backend.flat(out)[bucket.part]
+                    reduction.decode(part, self._comm.size, out)
 
         return BufferReduction(None, packed, bucket.operation, unpack)
 

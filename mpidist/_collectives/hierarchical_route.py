@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from bisect import bisect, bisect_left
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +75,7 @@ def _groups(signature: Signature) -> list[tuple[list[int], Signature]]:
     return groups
 
 
-class HierarchicalReduce(PreparedPlan["_Call"]):
+class HierarchicalReduce(PreparedPlan[tuple[list[Array], Results]]):
     """All-reduces nests over each node, and slices of them over the nodes.
 
     Args:
@@ -97,43 +98,34 @@ class HierarchicalReduce(PreparedPlan["_Call"]):
         self._pool = resources.pool
         self._nodes = nodes
         self._leaves = signature.leaves
-        self._shapes = signature.nest.shapes
         self._nbytes = signature.nest.nbytes
         self._wanted = signature.root in (None, resources.comm.rank)
         self._kind = "Allreduce" if signature.root is None else "Reduce"
         self._groups = [Group(resources, nodes, *group) for group in groups]
 
-    def _prepare(self, arrays: list[Array]) -> _Call:
-        call = _Call([], [], [])
-        rows = zip(arrays, self._leaves, self._shapes, strict=True)
-        for x, leaf, (shape, dtype) in rows:
-            x = backend.contiguous(x if x.dtype == dtype else x.astype(dtype))
-            # NumPy calls an empty array aligned wherever it is
-            call.sources.append(x if x.size else x.copy())
-            result = None
-            if self._wanted:
-                result = self._pool.empty(shape, leaf.reduction.result)
-            call.results.append(result)
-            fits = result is None or result.dtype == dtype
-            call.sums.append(result if fits else np.empty(shape, dtype))
-        return call
+    def _prepare(self, arrays: list[Array]) -> tuple[list[Array], Results]:
+        # NumPy calls an empty array aligned wherever it is
+        sources = [backend.contiguous(x) if x.size else x.copy() for x in arrays]
+        if not self._wanted:
+            return sources, [None] * len(arrays)
+        new = self._pool.empty
+        return sources, [
+            new(leaf.shape, leaf.reduction.result) for leaf in self._leaves
+        ]
 
-    def _move(self, work: _Call) -> None:
+    def _move(self, work: tuple[list[Array], Results]) -> None:
+        sources, results = work
         try:
             for group in self._groups:
-                sums = [work.sums[i] for i in group.members] if self._wanted else None
-                group.run([work.sources[i] for i in group.members], sums)
+                sums = [results[i] for i in group.members] if self._wanted else None
+                group.run([sources[i] for i in group.members], sums)
         except BaseException:
             self._nodes.node.channel.leave()  # the others wait for its steps
             raise
 
-    def _conclude(self, work: _Call) -> Results:
-        for total, result in zip(work.sums, work.results, strict=True):
-            if total is not result:
-                with np.errstate(all="ignore"):
-                    np.copyto(result, backend.to_host(total), casting="unsafe")
+    def _conclude(self, work: tuple[list[Array], Results]) -> Results:
         self._comm.traffic.count(self._kind, self._nbytes)
-        return work.results
+        return work[1]
 
 
 def _part_of(signature: Signature, members: list[int], lossy: bool) -> Signature:
@@ -142,14 +134,6 @@ def _part_of(signature: Signature, members: list[int], lossy: bool) -> Signature
         leaves=[signature.leaves[i] for i in members],
         compress=signature.compress if lossy else None,
     )
-
-
-class _Call(NamedTuple):
-    """The arrays of one call, one for each leaf."""
-
-    sources: list[Array]  # the core reads them
-    sums: list[Any]  # the core writes them
-    results: Results  # other arrays than the sums if their dtype is another
 
 
 class Group:
@@ -175,7 +159,13 @@ class Group:
         self._compression = signature.compress() if signature.compress else None
         self._ranges = list(zip(core.starts, nest.sizes, strict=True))
         self._runs = _find_runs(nest.core_leaves, self._ranges)
+        self._starts = core.starts
+        self._ends = list(map(sum, self._ranges))
+        self._shapes, self._casts = nest.shapes, nest.casts
         self._divisor = max((x.divisor for x in nest.core_leaves), default=0)
+        # Of the call: the memory of the node, and the number of its first area.
+        self._memory: HostArray = nodes.scratch
+        self._area = 0
         # Of the slice of this rank that is sent.
         self._first = 0
         self._slice: HostArray | None = None
@@ -186,29 +176,30 @@ class Group:
         """Reduce. Collective, after an agreement.
 
         Args:
-            sources: of this rank.
+            sources: of this rank, C-contiguous.
             sums: for the results; None: this rank wants none.
         """
         core, nodes, guard = self._core, self._nodes, self._guard
-        pieces, area = core.pieces, nodes.node.channel.areas_used
+        pieces, self._area = core.pieces, nodes.node.channel.areas_used
         if not pieces:
             return
-        core.start(sources, sums)
+        self._memory = np.frombuffer(nodes.node.memory, np.uint8)
+        core.start(self._uncast(sources), sums and self._uncast(sums))
         if self._compression is not None:
             self._compression.begin()
         try:
-            core.copy_in(0)
+            self._copy(0, sources, out=False)
             for p in range(pieces):
                 nodes.step(guard)
                 core.combine(p)
-                self._begin(p, area + p)
+                self._begin(p)
                 if p:
-                    core.copy_out(p - 1)
+                    self._copy(p - 1, sums, out=True)
                 if p + 1 < pieces:
-                    core.copy_in(p + 1)
+                    self._copy(p + 1, sources, out=False)
                 self.finish()
             nodes.step(guard)
-            core.copy_out(pieces - 1)
+            self._copy(pieces - 1, sums, out=True)
         except BaseException:
             for transfer in self._transfers:  # MPI may still use their buffers
                 transfer.leak()
@@ -216,13 +207,38 @@ class Group:
         finally:
             core.finish()
 
-    def _begin(self, piece: int, area: int) -> None:
-        """Begin to send this rank's slice of a piece, which the node has reduced.
+    def _uncast(self, arrays: list[Array]) -> list[Array | None]:
+        """Return the arrays that the core copies; None for others."""
+        pairs = zip(arrays, self._shapes, strict=True)
+        return [x if x.dtype == dtype else None for x, (_, dtype) in pairs]
 
-        Args:
-            piece: its number.
-            area: the number of the area that has its sums, by its lowest bit.
-        """
+    def _copy(self, piece: int, arrays: list[Array] | None, *, out: bool) -> None:
+        """Copy a piece of arrays in, or its sums ``out``."""
+        if arrays is None:
+            return
+        core = self._core
+        (core.copy_out if out else core.copy_in)(piece)
+        if not self._casts:  # the core converts none
+            return
+        (first, last), start = core.piece(piece), self._areas(piece)[out]
+        area = self._memory[start : start + last - first]
+        for i in range(bisect(self._ends, first), bisect_left(self._starts, last)):
+            x, (_, dtype) = backend.flat(arrays[i]), self._shapes[i]
+            if x.dtype != dtype:
+                begin, size = self._starts[i], dtype.itemsize
+                a, b = max(first, begin), min(last, self._ends[i])
+                part = x[(a - begin) // size : (b - begin) // size]
+                pair = part, area[a - first : b - first].view(dtype)
+                target, values = pair if out else pair[::-1]
+                np.copyto(target, values, casting="unsafe")
+
+    def _areas(self, piece: int) -> tuple[int, int]:
+        """Return where this rank's area for a piece, and that for its sums, are."""
+        places: tuple[int, int] = self._nodes.node.channel.areas(self._area + piece)
+        return places
+
+    def _begin(self, piece: int) -> None:
+        """Begin to send this rank's slice of a piece, which the node has reduced."""
         nodes = self._nodes
         if nodes.node.size > nodes.slices:
             nodes.step(self._guard)  # slices of other ranks are in the ones that go out
@@ -235,10 +251,9 @@ class Group:
         a, b = (lines * k // n * LINE for k in (me, me + 1))  # n parts, at cache lines
         if a == b:
             return
-        start = nodes.node.channel.sums(area)
+        _, start = self._areas(piece)
         self._first = first + a
-        memory: HostArray = np.frombuffer(nodes.node.memory, np.uint8)
-        self._slice = memory[start + a : start + b]
+        self._slice = self._memory[start + a : start + b]
         if self._compression is None:
             self._send(peers, self._slice)
 

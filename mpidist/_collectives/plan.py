@@ -23,7 +23,7 @@ import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend
+from mpidist._base import backend, guests
 from mpidist._base.cache import Cache
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape, record
@@ -132,7 +132,7 @@ def _travels_as(leaf: Leaf, wide: bool) -> DType:
 
 
 def _name_of(dtype: DType) -> str:
-    if backend.is_bfloat16(dtype):
+    if guests.is_bfloat16(dtype):
         return "bf2"
     return f"{dtype.kind}{dtype.itemsize}"
 

@@ -62,7 +62,7 @@ static unsigned char *sums_of(const md_channel *ch, const md_shared *call, int p
 static void copy_parts(const md_nest *nest, const unsigned char *const *arrays,
                        unsigned char *out, size_t start, size_t stop) {
   FOR_PARTS(nest, start, stop, i, leaf, a, b)
-  memcpy(out + a, arrays[i] + (a - leaf->start), b - a);
+  if (arrays[i]) memcpy(out + a, arrays[i] + (a - leaf->start), b - a);
 }
 
 void md_shared_copy_in(md_channel *ch, md_shared *call, int piece) {
@@ -104,7 +104,8 @@ void md_shared_combine(md_channel *ch, md_shared *call, int piece) {
     if (call->sources_in_arena) shift = call->sources[i] - call->sources[0];
     for (int r = 0; r < ch->size; r++)
       sources[r] = call->sources_in_arena ? in[r] + shift + (a - leaf->start) : in[r] + a;
-    if (call->sources) sources[ch->rank] = call->sources[i] + (a - leaf->start);
+    if (call->sources && call->sources[i])
+      sources[ch->rank] = call->sources[i] + (a - leaf->start);
     for (int j = 0; j < outs; j++) results[j] = out[j] + a;
     md_reduce(leaf->kernel, results, outs, sources, ch->size,
               (b - a) / md_itemsize(leaf->kernel), call->undivided ? 0 : leaf->divisor);
@@ -117,7 +118,7 @@ void md_shared_copy_out(md_channel *ch, md_shared *call, int piece) {
   md_piece(call->nest, piece, &first, &last);
   const unsigned char *from = sums_of(ch, call, piece, first);
   FOR_PARTS(call->nest, first, last, i, leaf, a, b)
-  memcpy(call->results[i] + (a - leaf->start), from + a, b - a);
+  if (call->results[i]) memcpy(call->results[i] + (a - leaf->start), from + a, b - a);
 }
 
 /* Say in the header where this rank's arrays are in its arena, if all of them are. */

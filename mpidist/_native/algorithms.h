@@ -31,8 +31,10 @@
      after that. */
 typedef struct {
   const md_nest *nest;
-  const unsigned char *const *sources; /* leaves of this rank; NULL: in its area already */
-  unsigned char *const *results;       /* if not in the arena; NULL: nowhere */
+  /* Leaves of this rank.  In steps all, or any of them, may be NULL: the caller copies it to
+     the area, or from the sums. */
+  const unsigned char *const *sources;
+  unsigned char *const *results; /* if not in the arena */
   int results_in_arena, sources_in_arena;
   int copied;      /* piece 0 of this rank, before the header */
   int undivided;   /* sums of a node; `md_reduce_range` divides those of all nodes */

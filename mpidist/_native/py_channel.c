@@ -349,11 +349,13 @@ static PyObject *Channel_arena(Channel *self, PyObject *rank) {
   return PyLong_FromSsize_t(self->channel.arenas[r] - self->channel.memory);
 }
 
-static PyObject *Channel_sums(Channel *self, PyObject *number) {
+static PyObject *Channel_areas(Channel *self, PyObject *number) {
   long n = PyLong_AsLong(number);
   if (n == -1 && PyErr_Occurred()) return NULL;
   md_channel *ch = &self->channel;
-  return PyLong_FromSsize_t(ch->sums + (n & 1) * (Py_ssize_t)ch->area_bytes - ch->memory);
+  Py_ssize_t first = (n & 1) * (Py_ssize_t)ch->area_bytes;
+  return Py_BuildValue("nn", ch->areas[ch->rank] - ch->memory + first,
+                       ch->sums - ch->memory + first);
 }
 
 static PyMethodDef Channel_methods[] = {
@@ -373,8 +375,8 @@ static PyMethodDef Channel_methods[] = {
      "broadcast(buffer, root)\n--\n\nCopy the root's bytes to all ranks; return OK or LEFT."},
     {"arena", (PyCFunction)Channel_arena, METH_O,
      "arena(rank)\n--\n\nReturn where the arena of a rank is in the memory."},
-    {"sums", (PyCFunction)Channel_sums, METH_O,
-     "sums(number)\n--\n\nReturn where an area for the sums of pieces is in the memory."},
+    {"areas", (PyCFunction)Channel_areas, METH_O,
+     "areas(number)\n--\n\nReturn where this rank's area for pieces, and that for sums, are."},
     {NULL}};
 static PyMemberDef Channel_members[] = {
     {"headers", T_UINT, offsetof(Channel, channel.headers), READONLY, "Headers exchanged so far."},

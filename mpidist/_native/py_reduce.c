@@ -156,11 +156,14 @@ static uintptr_t alignment_of(const Reduce *self, int i) {
   return itemsize < 16 ? itemsize : 16;
 }
 
-/* What is asked of arrays: sources whose headers did not compare them must be as expected. */
-enum { SOURCE, SOURCE_IN_STEPS, RESULT };
+/* What is asked of arrays: sources whose headers did not compare them must be as expected.
+   In steps, None is one that the caller copies. */
+enum { SOURCE, RESULT, IN_STEPS };
 
 static int get_array(Reduce *self, PyObject *x, int i, int use, void **where) {
-  *where = keep_array(&self->kept, x, use == RESULT);
+  *where = NULL;
+  if (x == Py_None && use & IN_STEPS) return 0;
+  *where = keep_array(&self->kept, x, use & RESULT);
   if (!*where) return -1;
   PyArrayObject *array = (PyArrayObject *)x;
   if ((uintptr_t)*where % alignment_of(self, i)) {
@@ -308,11 +311,11 @@ static PyObject *Reduce_start(Reduce *self, PyObject *args) {
   self->call = (md_shared){
       .nest = &self->nest, .number = ch->headers, .first_area = ch->areas_used, .undivided = 1};
   if (sources != Py_None) {
-    if (get_arrays(self, sources, SOURCE_IN_STEPS, (void **)self->sources)) goto fail;
+    if (get_arrays(self, sources, SOURCE | IN_STEPS, (void **)self->sources)) goto fail;
     self->call.sources = (const unsigned char *const *)self->sources;
   }
   if (results != Py_None) {
-    if (get_arrays(self, results, RESULT, self->results)) goto fail;
+    if (get_arrays(self, results, RESULT | IN_STEPS, self->results)) goto fail;
     self->call.results = (unsigned char *const *)self->results;
   }
   ch->areas_used += (uint32_t)self->nest.pieces;

@@ -45,7 +45,7 @@ def _array(values: Nest, call: str) -> HostArray:
         x, _ = backend.as_array(values, call)
     x = backend.to_host(x)
     expect(backend.number_kind(x.dtype) in "biuf", call, "real numbers", values)
-    return x.astype(np.float32) if backend.is_bfloat16(x.dtype) else x
+    return x.astype(np.float32) if guests.is_bfloat16(x.dtype) else x
 
 
 class Metric:

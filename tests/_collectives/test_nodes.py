@@ -389,6 +389,34 @@ def test_one_rank_alone_gets_the_sums_of_nodes(on_nodes, rank, size):
         assert own(strategy, found) == pytest.approx(float(np.sum(sum(values))))
 
 
+@core_by_mpi
+@by_layout
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
+def test_what_travels_as_another_dtype_is_converted_in_parts(on_nodes, rank, size, op):
+    """Of pieces of the nodes, or of buckets, which are at least 1 MiB."""
+    strategy = on_nodes(bytes_per_pack=1)
+    parts = []
+    for r in range(size):
+        x = np.arange(300_000) % 120 + r
+        nest = [x.astype(y) for y in ("int8", "float32", "float16", "uint16")]
+        parts.append([*nest, nest[0][:0], nest[1][:3], nest[2].reshape(600, -1).T])
+    for root in (None, size - 1):
+        all_reduce = group_of(strategy).collectives.all_reduce
+        found = all_reduce(mpidist.ReduceOp[op], parts[rank], root=root)
+        for number, total in enumerate(found):
+            values = np.array([nest[number] for nest in parts])
+            if root not in (None, rank):
+                assert total is None
+            elif op == "MEAN":
+                expected = values.mean(0, dtype="float64")
+                np.testing.assert_allclose(total, expected, rtol=1e-3)
+            else:
+                combine = np.add if op == "SUM" else np.maximum
+                expected = combine.reduce(values, 0, values.dtype)
+                np.testing.assert_array_equal(total, expected)
+                assert total.dtype == values.dtype
+
+
 @mpi
 def test_simulated_nodes_that_differ_between_ranks(monkeypatch, rank, size):
     if size == 1:
