@@ -123,8 +123,7 @@ class SavedObjects:
             try:
                 return around(functools.partial(write, place, arrays))
             except BaseException as error:  # that of a full disk has no path
-                how = "" if wait else " with `wait=False`"
-                error.add_note(f"raised by the save to {str(target)!r}{how}")
+                error.add_note(f"raised by {name} to {str(target)!r}{details}")
                 raise
 
         def write_on_rank_0() -> tuple[str, int | None]:
