@@ -206,13 +206,20 @@ class Breakdown:
             self._untold = ""
 
     def give_up_on(self, wait: Wait, why: str) -> CollectiveTimeoutError:
-        """Give up at the deadline; return what to raise.
+        """Give up at the deadline, and tell the others; return what to raise.
+
+        A rank that did not come to a call may still do so, and has to know. One that
+        has stopped in the middle of its data is lost.
 
         Args:
             wait: the wait that has timed out.
             why: the reason, and what the user can do.
         """
-        self.notices.post_last(wait, why)
+        notices = self.notices
+        notices.missing = tuple(notices.waiting_and_missing(wait)[1])
+        if wait.awaited is not None:
+            notices.lost = notices.missing
+        notices.post(wait, why)
         self.set(State.GAVE_UP, why)
         error = CollectiveTimeoutError(on_rank(self._comm.rank, why))
         return self.timed_out(error)

@@ -71,18 +71,15 @@ class Lives:
         """
         known = self._comm.losses()
         dead = [rank for rank, process in self._here if not _lives(process)]
-        if dead and not survival.is_on() and not self._is_overdue():
-            return known
+        if dead and not survival.is_on():
+            now = time.monotonic()
+            if self._dead_since is None:
+                self._dead_since = now
+            if now - self._dead_since <= _LAUNCHER_SECONDS:
+                return known  # the launcher has time to end the job
         if known is None and not dead:
             return None
         return tuple(sorted({*dead, *(known or ())}))
-
-    def _is_overdue(self) -> bool:
-        """Whether the launcher should have ended the job by now."""
-        now = time.monotonic()
-        if self._dead_since is None:
-            self._dead_since = now
-        return now - self._dead_since > _LAUNCHER_SECONDS
 
 
 def _lives(process: Process) -> bool:

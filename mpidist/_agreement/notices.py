@@ -147,17 +147,6 @@ class Notices:
     def _drop_sent(self) -> None:
         self._sent = [request for request in self._sent if not request.Test()]
 
-    def post_last(self, wait: Wait, why: str) -> None:
-        """Post the last notice: this rank gives up, at its deadline.
-
-        A rank that did not come to a call may still do so, and has to know. One that
-        has stopped in the middle of its data is lost.
-        """
-        self.missing = tuple(self.waiting_and_missing(wait)[1])
-        if wait.awaited is not None:
-            self.lost = self.missing
-        self.post(wait, why)
-
     def read(self) -> str:
         """Read what has come; return why another rank has given up, or ""."""
         while (data := self._comm.receive_any()) is not None:

@@ -20,7 +20,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from mpidist._base.expect import as_path
 from mpidist._base.state_json import Packed, Stored, own_copy
@@ -32,9 +32,6 @@ from mpidist._checkpoints.restore import Restore, warn_of
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-
-Restored: TypeAlias = tuple[list[str], Restore]
-"""The names of the items that were restored, and what was left."""
 
 
 class SavedObjects:
@@ -152,7 +149,7 @@ class SavedObjects:
 
     def read(
         self, path: object, partial: bool, name: str
-    ) -> Callable[[], Restored] | None:
+    ) -> Callable[[], tuple[list[str], Restore]] | None:
         """Read and verify a checkpoint on rank 0; nothing changes yet. Collective.
 
         Returns:

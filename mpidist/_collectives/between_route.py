@@ -35,7 +35,9 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     channel = between_of(guard.channel)
     if channel is None or not guard.enabled or not isinstance(comm, Communicator):
         return None
-    if not (channel.room and comm.buffers.same_bits and _is_accepted(signature)):
+    if not (channel.room and comm.buffers.same_bits and signature.nest.has_kernels):
+        return None
+    if signature.on_device or signature.root is not None or signature.compress:
         return None
     unit = _native.core.PAYLOAD_ALIGNMENT
     nbytes = sum(round_up(size, unit) for size in signature.nest.sizes)
@@ -52,13 +54,6 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
             return None
     core = _new_core(resources, signature, algorithm)
     return CoreReduce(resources, signature, "between", core)
-
-
-def _is_accepted(signature: Signature) -> bool:
-    """Return whether the core adds such a nest: host arrays, for all ranks, as is."""
-    if signature.root is not None or signature.compress is not None:
-        return False
-    return signature.nest.has_kernels and not signature.on_device
 
 
 def _most_bytes(

@@ -115,9 +115,10 @@ def open_node(comm: Communicator) -> tuple[Node | None, str]:
         return None, f"{largest} ranks on one node; {at_most}"
     alone = comm.num_nodes == 1
     area = min(area_bytes_for(size, alone=alone) for size in comm.node_sizes)
-    # Results to which all ranks write are used on one node only.
+    # Results to which all ranks write are used on one node only: half of what is free,
+    # divided by the ranks, of which nothing is reserved yet.
     free = min(info["free_memory"] for info in rank_infos)
-    arena = arena_bytes_for(free, comm.size) if alone else 0
+    arena = min(free // 2 // comm.size, _LARGEST_ARENA) // PAGE * PAGE if alone else 0
     total, head = core.total_bytes(comm.local_size, area, arena)
     made: tuple[int, str] | None = None
     problem = ""
@@ -149,7 +150,7 @@ def _first(problems: list[str]) -> str:
     return next(found, "")
 
 
-def area_bytes_for(size: int, *, alone: bool = True) -> int:
+def area_bytes_for(size: int, *, alone: bool) -> int:
     """Return the size of a piece area on a node with this many ranks.
 
     Args:
@@ -161,14 +162,6 @@ def area_bytes_for(size: int, *, alone: bool = True) -> int:
         largest = max(_AREA_BETWEEN_NODES, _SLICE_BETWEEN_NODES * size)
         most = _AREAS_BYTES_BETWEEN_NODES
     return min(largest, most // (2 * size + 2) // PAGE * PAGE)
-
-
-def arena_bytes_for(free: int, size: int) -> int:
-    """Return the size of an arena: half of what is free, divided by the ranks.
-
-    None is reserved yet.
-    """
-    return min(free // 2 // size, _LARGEST_ARENA) // PAGE * PAGE
 
 
 def free_bytes() -> int:

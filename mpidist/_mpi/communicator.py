@@ -24,7 +24,7 @@ import functools
 import os
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -48,8 +48,6 @@ from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
 from mpidist._mpi.requests import Begun, Request, StartHeader, Transfer, Waiter
 from mpidist._mpi.traffic import Traffic
-
-_T = TypeVar("_T")
 
 _CALL: Final = "MPIStrategy(...)"
 _NOTICE_TAG: Final = 7
@@ -190,7 +188,7 @@ class Communicator(AnyCommunicator):
             return self._start_header
         headers = between.CoreHeaders(self._comm, self.rank_infos, crowded=self.crowded)
         self._to_free.append(headers.free)
-        self.traffic.add_core_calls(headers.calls)
+        self.traffic.mpi_calls_of_core = headers.calls
         self._channel = headers.channel
         return self._channel
 

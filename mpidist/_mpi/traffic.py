@@ -32,7 +32,7 @@ class Traffic:
     mpi_calls: dict[str, int] = dataclasses.field(default_factory=_counts)
     seconds: float = 0.0
     core: _native.Channel | _native.Between | None = None
-    _mpi_of_core: Callable[[], dict[str, int]] | None = None
+    mpi_calls_of_core: Callable[[], dict[str, int]] | None = None
     _depth: int = 0
     _start: float = 0.0
 
@@ -69,20 +69,16 @@ class Traffic:
         """Add one call of a function of MPI."""
         self.mpi_calls[name] += 1
 
-    def add_core_calls(self, calls: Callable[[], dict[str, int]]) -> None:
-        """Set what returns the calls of MPI's functions that the core has made."""
-        self._mpi_of_core = calls
-
     def total_mpi(self) -> dict[str, int]:
         """Return the calls of MPI's functions, with those of the core."""
-        of_core = {} if self._mpi_of_core is None else self._mpi_of_core()
+        of_core = {} if self.mpi_calls_of_core is None else self.mpi_calls_of_core()
         return dict(Counter(self.mpi_calls) + Counter(of_core))  # without those of 0
 
     def leave_core(self) -> None:
         """Add the counts of the core, and release its memory."""
         self.seconds, calls, nbytes = self.total()
         self.mpi_calls.update(self.total_mpi())
-        self._mpi_of_core = None
+        self.mpi_calls_of_core = None
         self.core = None
         self.calls.update(calls)
         self.bytes.update(nbytes)

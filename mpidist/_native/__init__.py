@@ -38,8 +38,6 @@ Between: TypeAlias = Any
 """Where ranks meet that share no memory: `mpidist._agreement.channel.Channel`."""
 Pool: TypeAlias = Any
 """The slots of a rank's arena."""
-Slot: TypeAlias = Any
-"""Memory of an arena, with the buffer protocol; free again when nothing views it."""
 Reduce: TypeAlias = Any
 """All-reduces of nests of one layout."""
 Gather: TypeAlias = Any

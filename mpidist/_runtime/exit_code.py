@@ -21,19 +21,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-_noted: Any = None
+noted: Any = None
+"""What was noted; None: nothing, so the program has not called sys.exit."""
 
 
 def note(code: Any) -> None:
     """Note the argument of a `sys.exit`; 1 for an uncaught exception; None: nothing."""
-    global _noted
+    global noted
     if threading.current_thread() is threading.main_thread():
-        _noted = code
-
-
-def noted() -> Any:
-    """Return what was noted; None: nothing, so the program has not called sys.exit."""
-    return _noted
+        noted = code
 
 
 def as_number(code: Any) -> int:

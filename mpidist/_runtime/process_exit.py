@@ -291,7 +291,7 @@ def _leave() -> None:
     others = context.other_users()
     try:
         job_end.let_threads_end()
-        leave(exit_code.noted())
+        leave(exit_code.noted)
         # This rank's end, or another's, has ended a call of theirs.
         job_end.let_threads_end(others)
     except KeyboardInterrupt as interrupt:
@@ -345,7 +345,7 @@ def _end() -> None:
     _flush()
     if misses:
         job_end.tell_launcher(job_end.GAVE_UP)
-    code = exit_code.as_number(exit_code.noted()) or _code_at_end
+    code = exit_code.as_number(exit_code.noted) or _code_at_end
     if finalizes:
         library.finalize_and_exit(code)
     os._exit(code)

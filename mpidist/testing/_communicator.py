@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
@@ -39,9 +39,6 @@ def _reduce(op: MPIOp, parts: list[HostArray]) -> HostArray:
         with np.errstate(all="ignore"):
             COMBINE[op](result, part, out=result, casting="no")
     return result
-
-
-_T = TypeVar("_T")
 
 
 class ThreadCommunicator(AnyCommunicator):
