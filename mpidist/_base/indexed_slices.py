@@ -64,10 +64,10 @@ class IndexedSlices:
         dense_shape: Iterable[int] | None = None,
     ) -> None:
         """Check and keep the rows. They are not copied."""
-        if isinstance(values, (list, tuple)):
-            values = np.asarray(values)
-        if isinstance(indices, (list, tuple)):
-            indices = np.asarray(indices, np.int64 if not len(indices) else None)
+        values = backend.of_lists(values, "IndexedSlices(values)")
+        if isinstance(indices, (list, tuple)) and not indices:
+            indices = np.zeros(0, np.int64)
+        indices = backend.of_lists(indices, "IndexedSlices(indices)")
         rows, numbers = (
             backend.as_array(x, f"IndexedSlices({name})")[0]
             for x, name in ((values, "values"), (indices, "indices"))

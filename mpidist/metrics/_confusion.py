@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
@@ -24,6 +25,13 @@ _COUNTS: Final = (
 def _ratio(x: HostArray, y: HostArray) -> HostArray:
     """Return x / y, and 0 where y is."""
     return np.divide(x, y, out=np.zeros_like(x), where=y != 0)
+
+
+def _numbers(given: object, kind: type) -> HostArray:
+    """Return numbers from 0 as an array; -1 if some are no numbers."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return np.asarray(given, kind)
+    return np.full(1, -1, kind)
 
 
 class _Confusion(_OfPairs):
@@ -97,7 +105,7 @@ class _OfCounts(_Confusion):
         dtype: object = None,
     ) -> None:
         what = "`thresholds` to be one or more numbers from 0 to 1"
-        limits = np.asarray(0.5 if thresholds is None else thresholds, np.float64)
+        limits = _numbers(0.5 if thresholds is None else thresholds, float)
         fits = limits.size and limits.ndim < 2 and ((limits >= 0) & (limits <= 1)).all()
         expect(fits, type(self).__name__, what, thresholds, error=ValueError)
         super().__init__(thresholds, name)

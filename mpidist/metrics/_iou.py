@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidist._base.expect import expect
+from mpidist._base.expect import as_int, expect
 from mpidist._base.types import HostArray, Nest
 from mpidist._values.variable import Variable
-from mpidist.metrics._confusion import _ratio
+from mpidist.metrics._confusion import _numbers, _ratio
 from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs
 
 
@@ -51,8 +51,9 @@ class IoU(_OfPairs):
         axis: int = -1,
     ) -> None:
         super().__init__(name)
+        num_classes = _as_count(self, num_classes)
         what = f"`target_class_ids` from 0 to {num_classes - 1}"
-        self._targets = np.asarray(target_class_ids, int)
+        self._targets = _numbers(target_class_ids, int)
         fits = bool(np.isin(self._targets, range(num_classes)).all())
         expect(fits, type(self).__name__, what, target_class_ids, error=ValueError)
         self.num_classes = num_classes
@@ -86,6 +87,10 @@ class IoU(_OfPairs):
         return np.float64(_ratio(both[self._targets], union).sum() / present)
 
 
+def _as_count(metric: IoU, num_classes: object) -> int:
+    return as_int(type(metric).__name__, "num_classes", num_classes, least=1)
+
+
 class MeanIoU(IoU):
     """The mean over all classes of the intersection over the union, as `IoU`."""
 
@@ -100,7 +105,8 @@ class MeanIoU(IoU):
         axis: int = -1,
     ) -> None:
         others = ignore_class, sparse_y_true, sparse_y_pred, axis
-        super().__init__(num_classes, range(num_classes), name, None, *others)
+        targets = range(_as_count(self, num_classes))
+        super().__init__(num_classes, targets, name, None, *others)
 
 
 class BinaryIoU(IoU):

@@ -184,6 +184,14 @@ def test_no_rows_at_all(strategy):
     )
 
 
+@pytest.mark.parametrize("given", [([[1], [1, 2]], [0, 1]), ([1.0], [[1], [1, 2]])])
+def test_lists_of_several_lengths(given):
+    with pytest.raises(
+        ValueError, match=r"^IndexedSlices\(\w+\): expected an array or"
+    ):
+        mpidist.IndexedSlices(*given)
+
+
 def test_rows_of_itself(strategy):
     v = make(strategy, INITIAL)
     v.scatter_update(mpidist.IndexedSlices(v[::-1], [*range(6)]))

@@ -520,6 +520,20 @@ def test_what_scores_refuse():
         assert score.result() == pytest.approx(4 / 7)
 
 
+@pytest.mark.parametrize("wrong", [None, "text", {"a": 1}, [[1], [1, 2]], 10**30])
+def test_settings_that_are_no_numbers(wrong):
+    metrics = mpidist.metrics
+    for name, call in (
+        ("Recall", lambda: metrics.Recall({1, 2} if wrong is None else wrong)),
+        ("BinaryIoU", lambda: metrics.BinaryIoU(wrong)),
+        ("IoU", lambda: metrics.IoU(3, wrong)),
+        ("IoU", lambda: metrics.IoU(-1 if wrong == 10**30 else wrong, [0])),
+        ("MeanIoU", lambda: metrics.MeanIoU(0 if wrong == 10**30 else wrong)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: expected `"):
+            call()
+
+
 @pytest.mark.one_size
 def test_a_metric_of_ones_own(strategy, size):
     class Largest(mpidist.metrics.Metric):
