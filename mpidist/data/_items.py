@@ -158,7 +158,7 @@ class _ItemStream(Iterator[RowBlock]):
         if state is None and isinstance(self._items, _Numbered) and self._turns == 1:
             state = position
         if state is not None and hasattr(self._items, "set_state"):
-            found = state_json.unpack(state, lambda *_: None)
+            found = state_json.unpack(_as_now(state), lambda *_: None)
             self._items.set_state(found)
             self._position = position
             if position:
@@ -208,3 +208,15 @@ class _ItemStream(Iterator[RowBlock]):
 def state_of(stream: Iterator[Block] | None) -> Any:
     """Return the state of a user's iterator at its position; None if it has none."""
     return stream.state() if isinstance(stream, _ItemStream) else None
+
+
+def _as_now(state: Any) -> Any:
+    """Return a state in JSON with bytes and tuples as older versions saved them."""
+    if isinstance(state, tuple):
+        return {"$tuple": [*map(_as_now, state)]}
+    if isinstance(state, list):
+        return [*map(_as_now, state)]
+    if not isinstance(state, dict):
+        return state
+    names = {"__bytes__": "$bytes"} if len(state) == 1 else {}
+    return {names.get(key, key): _as_now(x) for key, x in state.items()}

@@ -208,6 +208,8 @@ def checked_state(call: str, state: object, own: dict[str, Any]) -> dict[str, An
     what = f"{call}: expected the result of an iterator's `state()`, got"
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{what} {state!r:.200}")
+    # Older versions have no such entry, and the seed 0.
+    state = {"shuffle_seeds": [0] * len(own["shuffle_seeds"]), **state}
     for name, wanted in own.items():
         found: Any = state.get(name)
         if not _FITS.get(name, _is_count)(found):

@@ -91,6 +91,9 @@ def test_a_state_has_the_seeds_of_shuffles_without_one():
     match = r"'shuffle_seeds' 3, .*got 2; .*write `shuffle\(n, seed="
     with pytest.raises(ValueError, match=match):
         other.restore({**state, "shuffle_seeds": seeds[:2]})
+    # An older version used 0 for all, and its states have no seeds.
+    restored.restore(state)
+    assert restored.state()["shuffle_seeds"] == [0] * 3
 
 
 # --- failures -----------------------------------------------------------------------

@@ -109,6 +109,11 @@ def test_a_source_with_a_state_is_not_read_again(strategy, distribute):
     iterator.restore(json.loads(text))
     assert gathered(strategy, iterator, 1) == [[12, 13, 14, 15]]
     assert source.opened[-1].reads == 1
+    old = {"index": 3, "raw": {"__bytes__": "AP8="}, "list": [1, None]}
+    old["pair"] = (1, (2, {"__bytes__": "eA=="}))
+    old_sources = dict.fromkeys(state["sources"], old)
+    iterator.restore(state | {"sources": old_sources})  # as older versions wrote it
+    assert gathered(strategy, iterator, 1) == [[12, 13, 14, 15]]
     source.opened[-1].get_state = object
     with pytest.raises(TypeError, match="of type object, which cannot be saved"):
         iterator.state()
