@@ -119,9 +119,9 @@ class CheckpointManager:
 
         used, self._directory, found = call.on_rank_0(scan)
         self._entries, highest = found
-        self._is_new = not highest
+        self._is_new = highest < 0
         self._highest = _highest.get()
-        self._highest[self._directory, checkpoint_name] = highest
+        self._highest[self._directory, checkpoint_name] = max(highest, 0)
         # A program of TensorFlow may delete its own directory on ranks other than 0.
         self._own_directory = self._directory
         if given_directory != used:
@@ -324,7 +324,8 @@ def _scan(
         verified: the path of one that was verified before.
 
     Returns:
-        The complete checkpoints, in the order of saving, and the highest number in use.
+        The complete checkpoints, in the order of saving, and the highest number in use;
+        -1 if there is none.
     """
     entries = []
     numbers = _numbers(directory, prefix)
@@ -338,7 +339,7 @@ def _scan(
         if _open(path, CheckpointReader.verify) is not None:
             break
         entries.pop()
-    return entries, max(numbers.values(), default=0)
+    return entries, max(numbers.values(), default=-1)
 
 
 def _open(

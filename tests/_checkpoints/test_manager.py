@@ -107,12 +107,12 @@ def test_training_does_not_begin_anew_if_all_are_damaged(strategy, folder, rank)
         )
 
     one, other = manager(), manager()
-    one.save()
+    one.save(checkpoint_number=0)
     assert other.restore_or_initialize() is None  # of what was there before
     if rank == 0:
-        flip_in_array(folder / "ckpt-1", "step")
+        flip_in_array(folder / "ckpt-0", "step")
     for make in (lambda: one, manager):
-        with expected_warnings(rank, ["ckpt-1.*array 'step'"]):
+        with expected_warnings(rank, ["ckpt-0.*array 'step'"]):
             made = make()
             for _ in range(2):
                 raises_everywhere(
