@@ -187,7 +187,7 @@ def of_lists(x: Nest, call: str) -> Nest:
     except ValueError:
         raise ValueError(
             f"{call}: expected an array or lists of one length, got {x!r:.80}; fill "
-            "them up to one length, or make a call for each"
+            "them up to one length, or pass each of them alone"
         ) from None
 
 

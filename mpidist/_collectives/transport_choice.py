@@ -337,8 +337,8 @@ def _where_ranks_are(comm: AnyCommunicator, shares: bool, why_not: str) -> str:
     nodes = f"{comm.num_nodes} nodes"
     if comm.num_nodes == comm.size:
         return f"{nodes} of one rank"
+    if shares and comm.smallest_node < LEAST_RANKS:
+        return f"{nodes} of few ranks: only compressed sums; others go by MPI"
     if shares:
-        few = comm.smallest_node < LEAST_RANKS
-        what = "compressed sums" if few else "large arrays"
-        return f"{nodes}, whose ranks share memory for {what}"
+        return f"{nodes}, whose ranks share memory for large arrays"
     return f"{nodes}, whose ranks share no memory: {why_not}"

@@ -107,9 +107,9 @@ def exact_array(x: Any) -> HostArray:
     """Return a list, a string or bytes as an array.
 
     Raises:
-        ValueError: for text that NumPy would change.
+        ValueError: for text that NumPy would change, or lists of several lengths.
     """
-    array = np.asarray(x)
+    array = np.asarray(backend.of_lists(x, "Dataset"))
     if array.dtype.kind in "SU" and not _is_exact(array.tolist(), x):
         raise ValueError(
             f"Dataset: NumPy would change {x!r:.60}, as it drops NULs at the end of "

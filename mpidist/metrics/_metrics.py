@@ -37,7 +37,7 @@ def _array(values: Nest, call: str) -> HostArray:
     masked = backend.is_masked(values)
     expect(not masked, call, "an array without a mask", values, _MASKED)
     kind = guests.kind_of(values)
-    x: Any = values
+    x: Any = backend.of_lists(values, call)
     if kind is not None:
         x = guests.as_stored(values, kind, call)
         x = x.host() if isinstance(x, guests.DeviceCopy) else x

@@ -534,6 +534,13 @@ def test_settings_that_are_no_numbers(wrong):
             call()
 
 
+def test_lists_of_several_lengths():
+    with pytest.raises(ValueError, match=r"^Mean.*: expected an array or lists of one"):
+        mpidist.metrics.Mean().update_state([[1], [1, 2]])
+    with pytest.raises(ValueError, match=r"^Dataset: expected an array or lists"):
+        mpidist.data.Dataset.from_tensor_slices([[1], [1, 2]])
+
+
 @pytest.mark.one_size
 def test_a_metric_of_ones_own(strategy, size):
     class Largest(mpidist.metrics.Metric):
