@@ -1,17 +1,18 @@
 """The route that accepts everything: a header, then buckets by the transports.
 
 For nests that other routes do not accept: without the core, large nests between nodes
-of one rank, GPU buffers that NCCL or MPI moves, operations that the core lacks. Leaves
+of few ranks, GPU buffers that NCCL or MPI moves, operations that the core lacks. Leaves
 are packed into few flat buffers, which a transport reduces. They are planned once:
 which leaf is at which offset of which buffer, and which MPI operation reduces it.
 Large leaves on the host are not packed, or, if they travel as another dtype, packed in
-parts. Buffers move together, in pieces, and those
-that have arrived are divided while others are moving (`BufferCollectives.allreduce`).
+parts. Buffers move together, in pieces, and those that have arrived are divided while
+others are moving (`BufferCollectives.allreduce`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -89,25 +90,29 @@ def plan_buckets(
     for (wire, operation, on_device, lossy), members in groups.items():
         room = max(1, bytes_per_pack // wire.itemsize)
         most = max(room, _LEAST_UNPACKED // wire.itemsize)
+        new = functools.partial(Bucket, wire=wire, operation=operation)
         bucket: Bucket | None = None
+        first = len(buckets)
         for index in members:
             size, plain = leaves[index].size, is_plain(index, lossy)
             is_large = size * wire.itemsize >= _LEAST_UNPACKED and not on_device
-            alone = is_large if plain else size > most
-            step = size if plain else most
-            for start in range(0, size, step) if alone else (0,):
-                count = min(step, size - start) if alone else size
-                if not bucket or bucket.part or alone or bucket.size + count > room:
-                    compression = compress() if lossy and compress is not None else None
-                    bucket = Bucket((), (), 0, wire, operation, compression)
-                    buckets.append(bucket)
-                bucket.part = slice(start, start + count) if alone else None
-                bucket.leaves += (index,)
-                bucket.offsets += (bucket.size,)
-                bucket.size += count
-    for bucket in buckets:
-        alone, lossy = len(bucket.leaves) == 1, bucket.compression is not None
-        bucket.is_direct = alone and is_plain(bucket.leaves[0], lossy)
+            if is_large if plain else size > most:  # alone
+                step = size if plain else most
+                for start in range(0, size, step):
+                    part = slice(start, min(start + step, size))
+                    buckets.append(new((index,), (0,), part.stop - start, part=part))
+                continue
+            if bucket is None or bucket.size + size > room:
+                bucket = new((), (), 0)
+                buckets.append(bucket)
+            bucket.leaves += (index,)
+            bucket.offsets += (bucket.size,)
+            bucket.size += size
+        for bucket in buckets[first:]:
+            if lossy and compress is not None:
+                bucket.compression = compress()
+            alone = len(bucket.leaves) == 1
+            bucket.is_direct = alone and is_plain(bucket.leaves[0], lossy)
     return sorted(buckets, key=lambda bucket: not bucket.is_direct)
 
 

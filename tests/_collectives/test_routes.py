@@ -25,7 +25,8 @@ from replicas import (
 
 import mpidist
 from mpidist import _native
-from mpidist._collectives import node as node_module
+from mpidist._collectives import bucket_route, dtype_table, node as node_module
+from mpidist._collectives.plan import Leaf
 from mpidist._strategy.strategy import group_of
 
 mpi = pytest.mark.mpi
@@ -296,3 +297,20 @@ def test_results_outlive_mpi(how):
     done = run_ranks(2, ["-c", FINALIZE % how], timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["120000"] * 2
+
+
+def test_small_leaves_between_large_ones_share_a_bucket():
+    """As the biases of layers do: a collective each would cost more than their data."""
+    for dtype, large in (("float32", 600_000), ("int8", 30_000_000)):
+        how = dtype_table.reduction(np.dtype(dtype), mpidist.ReduceOp.SUM, "all_reduce")
+        leaves = [Leaf((n,), how, False) for n in (large, 5, large, 7)]
+        found = bucket_route.plan_buckets(leaves, 32 * 2**20)
+        (packed,) = (x for x in found if x.part is None)
+        assert (packed.leaves, packed.offsets, packed.size) == ((1, 3), (0, 5), 12)
+        for index in (0, 2):
+            parts = [x.part for x in found if x.leaves == (index,)]
+            numbers = [n for x in parts for n in (x.start, x.stop)]
+            assert numbers[:1] + numbers[-1:] == [0, large]
+            assert numbers[1:-1:2] == numbers[2::2]
+            most = max(x.stop - x.start for x in parts) * how.wire.itemsize
+            assert most <= 32 * 2**20
