@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import abc as _abc
 
 from mpidist._base import nest as _nest
+from mpidist._base.expect import expect as _expect
 from mpidist._base.types import Nest as _Nest
 
 
@@ -73,6 +74,8 @@ def pack_sequence_as(
         mpidist.nest.pack_sequence_as((0, [0, 0]), [1, 2, 3])  # (1, [2, 3])
     """
     shape = _nest.flatten(structure)[1]
+    fits = isinstance(flat_sequence, _abc.Iterable)
+    _expect(fits, "pack_sequence_as", "a sequence of leaves", flat_sequence)
     leaves = list(flat_sequence)
     if len(leaves) != shape.num_leaves:
         raise ValueError(

@@ -139,10 +139,7 @@ def flatten(
     except RecursionError as error:
         if "flattening" not in str(error):  # there are too few frames left for a node
             raise
-        raise ValueError(
-            f"expected a nest, got a {type(tree).__name__} that contains itself, or is "
-            "too deep; leave the part out that leads back to it"
-        ) from None
+        raise endless(tree) from None
     if not _leaf_types.issuperset(map(type, leaves)) and _register_mappings(leaves):
         return flatten(tree, is_leaf)
     structure = _structures.get(spec)
@@ -151,6 +148,14 @@ def flatten(
     elif structure.keyed:  # specs are equal in whatever order dicts have their keys
         structure = Structure(spec, structure)
     return leaves if structure._order is None else structure.sort(leaves), structure
+
+
+def endless(tree: Nest) -> ValueError:
+    """Return the error for a nest at which Python raised a RecursionError."""
+    return ValueError(
+        f"expected a nest, got a {type(tree).__name__} that contains itself, or is "
+        "too deep; leave the part out that leads back to it"
+    )
 
 
 def map_structure(

@@ -301,8 +301,12 @@ def initial_array(
         )
     x = _as_array(value, call)
     if dtype is not None:
+        try:
+            x = x.astype(dtype)
+        except TypeError as error:
+            raise TypeError(f"{call}: dtype={dtype!r:.80}: {error}") from error
         # In native byte order, in which the other ranks get it.
-        x = backend.as_array(x.astype(dtype), call)[0]
+        x = backend.as_array(x, call)[0]
     backend.check_dtype(x.dtype, call)
     wanted = (shape,) if isinstance(shape, int) else shape
     if wanted is not None and tuple(x.shape) != tuple(wanted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -222,6 +222,18 @@ def _padding(value: Any, dtype: DType) -> Any:
     return given[()]
 
 
+def _common_rows(leaves: Sequence[Any], element: object) -> int | None:
+    """Return the first dimension of arrays or their specs; None if it is unknown."""
+    rows = {leaf.shape[:1] for leaf in leaves}
+    known = rows - {(None,)}
+    if not rows or () in rows or len(known) > 1:
+        raise ValueError(
+            "Dataset.unbatch: expected elements whose arrays have the same first "
+            f"dimension, got {element}"
+        )
+    return known.pop()[0] if known else None
+
+
 class Unbatch(Derived):
     """The rows of the parent's elements."""
 
@@ -229,10 +241,8 @@ class Unbatch(Derived):
 
     def __post_init__(self) -> None:
         size, spec = self.parent.size, self.parent.spec()
-        if 0 < size < INFINITE:  # times the rows of each, if that is one number
-            leaves = [] if spec is None else nest.flatten(spec)[0]
-            rows = {one.shape[0] if one.shape else None for one in leaves}
-            count = rows.pop() if len(rows) == 1 else None
+        count = None if spec is None else _common_rows(nest.flatten(spec)[0], spec)
+        if 0 < size < INFINITE:
             size = UNKNOWN if count is None else min(size * count, INFINITE - 1)
         self.inherit(size)
         self.indexed, self.batch_size, self.whole = False, None, ""
@@ -240,14 +250,8 @@ class Unbatch(Derived):
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
         for element in self.parent.load(self.parent.tokens(in_pass)):
             block = block_of(element, "Dataset.unbatch")
-            rows = {leaf.shape[:1] for leaf in block.leaves}
-            if len(rows) != 1 or () in rows:
-                raise ValueError(
-                    "Dataset.unbatch: expected elements whose arrays have the same "
-                    f"first dimension, got {block}"
-                )
-            ((count,),) = rows
-            yield from map(block.row, range(count))
+            count = _common_rows(block.leaves, block)
+            yield from map(block.row, range(count or 0))
 
     def spec_of(self, *inner: Nest) -> Nest | None:
         leaves, structure = nest.flatten(inner[0])

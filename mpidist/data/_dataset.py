@@ -180,7 +180,13 @@ class Dataset(metaclass=_Names):
         """
         if isinstance(file_pattern, (str, os.PathLike)):
             file_pattern = [file_pattern]
-        patterns = [os.fspath(pattern) for pattern in file_pattern]
+        try:
+            patterns = [os.fspath(pattern) for pattern in file_pattern]
+        except TypeError as error:
+            raise TypeError(
+                "Dataset.list_files: expected a pattern or several, got "
+                f"{file_pattern!r:.80}"
+            ) from error
         names = {name for pattern in patterns for name in glob.glob(pattern)}
         if not names:
             raise ValueError(f"Dataset.list_files: no file matches {patterns}")

@@ -478,6 +478,9 @@ class DistributedIterator(PositionedIterator):
 
     def __init__(self, dataset: DistributedDataset) -> None:
         """Not for users: call ``iter(dataset)``."""
+        fits = isinstance(dataset, DistributedDataset)
+        hint = "write `iter(dataset)`"
+        expect(fits, "DistributedIterator", "a DistributedDataset", dataset, hint)
         self._dataset, self._stage = dataset, dataset._stage
         self._group = dataset._group
         self._start(dataset._iterations, 0)

@@ -214,9 +214,12 @@ def lists_to_arrays(tree: Nest, *, tuples: bool = False) -> Nest:
     """
 
     def convert(x: list[Any]) -> Nest:
-        if _is_array(x) or (tuples and _form(x)):
-            return exact_array(x)
-        return [lists_to_arrays(part, tuples=tuples) for part in x]
+        try:
+            if _is_array(x) or (tuples and _form(x)):
+                return exact_array(x)
+            return [lists_to_arrays(part, tuples=tuples) for part in x]
+        except RecursionError:
+            raise nest.endless(x) from None
 
     return convert_lists(tree, convert)
 

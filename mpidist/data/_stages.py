@@ -42,6 +42,7 @@ from mpidist.data._rows import (
     LazyBlock,
     RowBlock,
     block_of,
+    common_spec,
     copied,
     protected,
     spec_with_rows,
@@ -552,12 +553,17 @@ class Map(Derived):
         return super().spec(trial=True) if trial else None
 
     def spec_of(self, *inner: Nest) -> Nest:
-        zeros = nest.map_structure(
-            lambda one: np.zeros([size or 0 for size in one.shape], one.dtype)[()],
-            inner[0],
-        )
-        block = block_of(apply(self.function, zeros), "Dataset.map")
-        return block.spec(batched=self.batch_size is not None and not self.full)
+        def of_size(unknown: int) -> Nest:
+            zeros = nest.map_structure(
+                lambda one: np.zeros(
+                    [unknown if size is None else size for size in one.shape], one.dtype
+                )[()],
+                inner[0],
+            )
+            return block_of(apply(self.function, zeros), "Dataset.map").spec()
+
+        # Sizes that follow those that are unknown are unknown.
+        return nest.map_structure(common_spec, of_size(2), of_size(3))
 
 
 class Filter(Derived):

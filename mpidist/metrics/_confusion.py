@@ -34,6 +34,15 @@ def _numbers(given: object, kind: type) -> HostArray:
     return np.full(1, -1, kind)
 
 
+def _evenly(call: str, num_thresholds: int, least: int) -> HostArray:
+    """Return so many thresholds from 0 to 1."""
+    count = as_int(call, "num_thresholds", num_thresholds, least=least)
+    try:
+        return np.linspace(0.0, 1.0, count)
+    except (ValueError, MemoryError) as error:
+        raise ValueError(f"{call}: num_thresholds={count} is too many") from error
+
+
 class _Confusion(_OfPairs):
     """Counts, by threshold, of predictions that are right and wrong.
 
@@ -206,8 +215,7 @@ class AUC(_Confusion):
     ) -> None:
         fits = curve in ("ROC", "PR")
         expect(fits, "AUC", '`curve` to be "ROC" or "PR"', curve, error=ValueError)
-        count = as_int("AUC", "num_thresholds", num_thresholds, least=2)
-        limits = np.linspace(0.0, 1.0, count)
+        limits = _evenly("AUC", num_thresholds, 2)
         limits[0], limits[-1] = -1e-7, 1 + 1e-7
         super().__init__(limits.tolist(), name, from_logits)
         self.curve = curve
@@ -241,9 +249,8 @@ class _BestAt(_Confusion):
     ) -> None:
         call = type(self).__name__
         as_number(call, argument, least, lambda x: 0 <= x <= 1, "from 0 to 1")
-        count = as_int(call, "num_thresholds", num_thresholds, least=1)
-        limits = np.linspace(0, 1, count) if count > 1 else [0.5]
-        _Confusion.__init__(self, list(limits), name)
+        limits = _evenly(call, num_thresholds, 1)
+        _Confusion.__init__(self, list(limits) if len(limits) > 1 else [0.5], name)
         self._least = least
 
     def result(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from mpidist._base import backend, nest
+from mpidist._base.expect import expect
 from mpidist._base.types import Array, Nest
 from mpidist._values.distributed import is_per_replica
 from mpidist.optimizers._arguments import array_functions
@@ -47,7 +48,8 @@ def clip_by_global_norm(
         gradients' device; or ``use_norm``.
 
     Raises:
-        TypeError: if a gradient is not an array (a PerReplica is not one).
+        TypeError: if a gradient is not an array (a PerReplica is not one), or
+            ``use_norm`` not a number.
         ValueError: if ``clip_norm`` is not greater than 0.
 
     Example::
@@ -72,7 +74,10 @@ def clip_by_global_norm(
         norm = use_norm
         if norm is None:
             norm = global_norm(given, norm_scratch(given))
-        scale = clip_scale(backend.as_array(norm, f"{call}: `use_norm`")[0], clip)
+        number = backend.as_array(norm, f"{call}: `use_norm`")[0]
+        fits = number.shape == () and number.dtype.kind != "b"
+        expect(fits, call, "`use_norm` to be a number", use_norm)
+        scale = clip_scale(number, clip)
         clipped = [
             None if pair is None else backend.as_given(_scaled(pair[0], scale), pair[1])
             for pair in pairs

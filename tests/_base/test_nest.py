@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import types
 from typing import Any
@@ -196,9 +197,14 @@ def test_other_structures_are_refused():
 def test_a_nest_that_contains_itself():
     a: list[Any] = [1.0]
     a.append({"b": a})
-    for call in (mpidist.nest.flatten, mpidist.get_replica_context().all_reduce):
+    a.append(a)
+    for call in (
+        mpidist.nest.flatten,
+        functools.partial(mpidist.get_replica_context().all_reduce, "SUM"),
+        mpidist.data.Dataset.from_tensors,
+    ):
         with pytest.raises(ValueError, match="got a list that contains itself"):
-            call(*["SUM"] * (call is not mpidist.nest.flatten), a)
+            call(a)
 
 
 def test_the_names_of_tensorflow():
@@ -213,6 +219,8 @@ def test_the_names_of_tensorflow():
     assert names.pack_sequence_as(0, [[1]]) == [1]
     with pytest.raises(ValueError, match="expected 3 leaves"):
         names.pack_sequence_as(tree, [1])
+    with pytest.raises(TypeError, match="expected a sequence of leaves, got None"):
+        names.pack_sequence_as(tree, None)
     names.assert_same_structure((1, 2), (3, 4))
     with pytest.raises(ValueError, match="same structure"):
         names.assert_same_structure((1, 2), [3, 4])

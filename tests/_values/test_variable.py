@@ -138,7 +138,7 @@ def fail():
             for name in ("MAX", "ONLY_FIRST", 3)
         ),
         ({"initial_value": 1.0, "name": 3}, TypeError, "`name`"),
-        ({"initial_value": 1.0, "dtype": "no dtype"}, TypeError, "no dtype"),
+        ({"initial_value": 1.0, "dtype": "text"}, TypeError, "': dtype='text': data"),
         (
             {
                 "initial_value": 1.0,

@@ -318,6 +318,8 @@ def test_list_files(tmp_path):
     assert "".join(map(chr, rows)) == "abcabc"
     with pytest.raises(ValueError, match="no file matches"):
         Dataset.list_files(pattern + ".gz")
+    with pytest.raises(TypeError, match="list_files: expected a pattern or several"):
+        Dataset.list_files(None)
     (tmp_path / "b.npy").write_bytes(b"")
     with pytest.raises(EOFError, match=r"in `map_func.*b.npy'"):
         list(rows)
@@ -557,8 +559,10 @@ def test_unbatch():
     assert len(Dataset.range(11).batch(3, drop_remainder=True).unbatch()) == 9
     assert len(slices(np.ones((2, 5))).unbatch().batch(4)) == 3
     for wrong in (Dataset.range(3), Dataset.from_tensors((np.ones(2), np.ones(3)))):
-        with pytest.raises(ValueError, match="arrays have the same first dimension"):
-            list(wrong.unbatch())
+        unknown = wrong.map(lambda *rows: rows).unbatch()
+        for call in (wrong.unbatch, lambda unknown=unknown: list(unknown)):
+            with pytest.raises(ValueError, match="have the same first dimension"):
+                call()
 
 
 def test_padded_batch_is_that_of_tensorflow():
@@ -631,6 +635,10 @@ def spec_of(shape, dtype=INT):
     return ArraySpec(shape, np.dtype(dtype))
 
 
+def declared_empty(shape):
+    return Dataset.from_generator(lambda: iter([]), output_signature=spec_of(shape))
+
+
 FIVE, NONE = Dataset.range(5), Dataset.range(0)
 ONES = Dataset.range(5).map(lambda x: x + 1)
 NO_ROWS = slices(np.zeros((0, 3), np.float32))
@@ -651,6 +659,8 @@ NO_ROWS = slices(np.zeros((0, 3), np.float32))
         (NO_ROWS.map(lambda x: x[:2]).batch(4), spec_of((None, 2), np.float32)),
         (NO_ROWS.batch(4).map(np.float64).take(0), spec_of((None, 3), float)),
         (NO_ROWS.padded_batch(4).map(abs), spec_of((None, 3), np.float32)),
+        (NO_ROWS.batch(4).map(lambda x: x[0]).take(0), spec_of((3,), np.float32)),
+        (declared_empty((None, 2)).map(np.transpose), spec_of((2, None))),
         (FIVE.filter(lambda x: x < 0).map(lambda x: {"x": x}), {"x": spec_of(())}),
     ],
 )

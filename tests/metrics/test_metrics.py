@@ -508,6 +508,7 @@ def test_what_scores_refuse():
         (lambda: metrics.R2Score("mean"), "`class_aggregation` in"),
         (lambda: metrics.PrecisionAtRecall(1.5), "`recall` to be from 0 to 1"),
         (lambda: metrics.RecallAtPrecision(0.5, 0), "`num_thresholds` to be 1"),
+        (lambda: metrics.AUC(10**30), "AUC: num_thresholds=10* is too many"),
         (lambda: two.update_state([[1, 0, 0]], [[0.5, 0.5, 0.1]]), "num_classes="),
         (lambda: metrics.R2Score().update_state([1.0], [1.0]), "num_outputs="),
         (lambda: metrics.IoU(2, [2]), r"^IoU: expected .* from 0 to 1, got \[2\]"),
