@@ -138,17 +138,13 @@ class CoreReduce(Plan):
     ) -> Results:
         """Agree with the other ranks, and reduce; see `Plan`."""
         call = call or self.call
-        try:
-            sources = arrays if self._plain else self._nest.sources(arrays)
-        except Exception as error:
-            raise self._guard.fail(call, error) from None
-        results = self._run(sources, call, timeout)
+        results = self._run(arrays, call, timeout)
         if results is None:
             try:  # nothing was sent yet; a copy is contiguous, and aligned for C
-                sources = [x.copy() for x in sources]
+                arrays = [x.copy() for x in arrays]
             except Exception as error:
                 raise self._guard.fail(call, error) from None
-            results = self._run(sources, call, timeout)
+            results = self._run(arrays, call, timeout)
             assert results is not None
         if not self._casts or not self._wanted:
             return results
@@ -169,9 +165,9 @@ class CoreReduce(Plan):
         return result
 
     def _run(
-        self, sources: Sequence[Array], call: Call, timeout: float | None
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results | None:
-        guard, exchange = self._guard, self._exchange
+        guard, exchange, sources = self._guard, self._exchange, arrays
         try:
             where: Sequence[int] = ()
             if self.arena is None:
@@ -180,6 +176,10 @@ class CoreReduce(Plan):
                 results, *where = arrays_in(
                     self.arena, self._shapes, self._starts, self._room
                 )
+            if not self._plain:  # in the arena they are read where sums are written
+                sources = results if where else [np.empty(*x) for x in self._shapes]
+                for source, x in zip(sources, arrays, strict=True):
+                    source[...] = x
         except Exception as error:
             raise guard.fail(call, error) from None
         fingerprint, timeout_ms = call.fingerprint, guard.enter(call, timeout)

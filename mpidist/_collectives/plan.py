@@ -116,11 +116,6 @@ class CoreNest:
         has_kernel = _native.core.has_kernel
         return all(has_kernel(x.dtype, x.operation) for x in self.core_leaves)
 
-    def sources(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return arrays converted to the dtypes that the core takes."""
-        both = zip(arrays, self.shapes, strict=True)
-        return [x if x.dtype == dtype else x.astype(dtype) for x, (_, dtype) in both]
-
 
 def _travels_as(leaf: Leaf, wide: bool) -> DType:
     reduction = leaf.reduction

@@ -67,7 +67,8 @@ def test_a_rank_without_room_takes_all_ranks_the_other_way(
     def reduce():
         single = context().all_reduce("SUM", x)
         many = context().all_gather(x, 0)
-        return [single, *context().all_reduce("SUM", nest), many]
+        means = context().all_reduce("MEAN", [*nest, (8 * x).astype("i1")])
+        return [single, *context().all_reduce("SUM", nest), *means, many]
 
     expected = local(strategy, reduce)
     for culprit in range(size):
@@ -81,7 +82,7 @@ def test_a_rank_without_room_takes_all_ranks_the_other_way(
         assert channel.results_in_arena == before
         del blocks, found
         local(strategy, reduce)
-        assert channel.results_in_arena == before + 2
+        assert channel.results_in_arena == before + 3
 
 
 @pytest.mark.mpi(min_size=2)
@@ -100,6 +101,13 @@ def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
         before = channel.sources_in_arena
         assert (local(shared, twice) == total).all()
         assert channel.sources_in_arena == before + 1
+    # Integers, where they are converted to the floats of their mean.
+    mixed = [np.full(30_000, rank, np.int8), np.full((2, 3), rank + 0.5)]
+    means = all_reduce(shared, "MEAN", mixed)
+    assert channel.sources_in_arena == before + 2
+    for x, expected in zip(means, ((size - 1) / 2, size / 2), strict=True):
+        assert x.dtype == np.float64
+        assert (x == expected).all()
 
 
 @pytest.mark.mpi(min_size=2)
