@@ -147,10 +147,10 @@ class BufferCollectives:
             receive = reduction.receive
             if self.size == 1 or not receive.size:
                 reduction.keep()
-            elif backend.is_device_array(receive):
-                self._allreduce_on_device(reduction)
             elif not self.same_bits:
                 self._reduce_and_broadcast(reduction)
+            elif backend.is_device_array(receive):
+                self._allreduce_on_device(reduction)
             else:
                 is_sum, least = reduction.op == "SUM", self.algorithm.exchanged_bytes
                 exchanges = is_sum and receive.nbytes >= least
@@ -193,6 +193,7 @@ class BufferCollectives:
         send, receive, op, _ = reduction
         if send is not None:
             receive[...] = send
+            backend.synchronize(receive)
         self.reduce(receive, op, 0)
         self.broadcast(receive, 0)
         reduction.conclude()

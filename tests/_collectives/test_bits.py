@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from launching import run_ranks
@@ -18,28 +20,43 @@ def test_sums_of_all_ranks_and_of_those_with_peers_are_compared():
 
 
 @pytest.mark.core
-def test_ranks_that_get_other_bits_are_given_copies():
+@pytest.mark.parametrize(
+    ("device", "implementation", "reduce"),
+    [("cpu", "AUTO", "Ireduce"), ("gpu", "DIRECT", "Reduce")],
+)
+def test_ranks_that_get_other_bits_are_given_copies(device, implementation, reduce):
     """One rank says that its sums are others: all reduce to rank 0, and broadcast."""
-    code = """
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import numpy as np
+import posing
+import pytest
 import mpidist
 from mpi4py import MPI
 from mpidist._collectives import bits
 from mpidist._strategy.strategy import group_of
+cupy = posing.install(pytest.MonkeyPatch())
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 real = bits.digests_of_sums
 if rank == size - 1:
     bits.digests_of_sums = lambda *a: (b"others", real(*a)[1])
-strategy = mpidist.MPIStrategy()
+options = mpidist.experimental.CommunicationOptions(implementation={implementation!r})
+strategy = mpidist.MPIStrategy(device={device!r}, communication_options=options)
 assert not group_of(strategy).communicator.buffers.same_bits
 x = np.full(10_000, rank + 1, np.int64)
+if {device!r} == "gpu":
+    x = cupy.asarray(x)
 def step():
     return mpidist.get_replica_context().all_reduce("SUM", x)
 total = strategy.experimental_local_results(strategy.run(step))[0]
 assert (total == size * (size + 1) // 2).all()
-assert strategy.communication_statistics().mpi_calls["Ireduce"] == 1
+made = strategy.communication_statistics().mpi_calls
+assert made[{reduce!r}] == 1, made
+assert "Allreduce" not in made, made
 """
-    done = run_ranks(3, ["-c", code], timeout=100, env={"MPIDIST_SIMULATED_NODES": "3"})
+    env = {"MPIDIST_SIMULATED_NODES": "3", "MPIDIST_CUDA_AWARE": "1"}
+    done = run_ranks(3, ["-c", code], timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("gives ranks different bits") == 1
 
