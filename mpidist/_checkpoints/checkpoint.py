@@ -20,6 +20,7 @@ from mpidist._checkpoints.restoring import listed
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
 from mpidist._runtime.interruptions import tells
+from mpidist._values.variable import storage_of
 
 
 class Checkpoint:
@@ -114,7 +115,7 @@ class Checkpoint:
     def __repr__(self) -> str:
         items = contents.collect(self._objects.by_name, "skip")
         variables = [item for item in items if isinstance(item, VariableItem)]
-        nbytes = sum(item.nbytes for item in variables)
+        nbytes = sum(storage_of(item.variable).array.nbytes for item in variables)
         return (
             f"<mpidist.Checkpoint of {', '.join(self._objects.by_name) or 'nothing'}: "
             f"{len(variables)} variables of {nbytes:,} bytes, "

@@ -127,6 +127,8 @@ def _entries(objects: MutableMapping[str, Any]) -> Iterator[tuple[str, object]]:
 
 def _items_of(name: str, value: object, unmade: Unmade) -> list[Item]:
     """Return the items of an object; slots of optimizers get the name of the count."""
+    if isinstance(value, Variable):
+        return [VariableItem(name, value)]
     found = list(_parts_of(name, value, unmade))
     own = {id(x.variable): x for x in found if isinstance(x, VariableItem)}
     optimizers: Sequence[Any] = ()
@@ -149,9 +151,7 @@ def _items_of(name: str, value: object, unmade: Unmade) -> list[Item]:
 
 
 def _parts_of(name: str, value: object, unmade: Unmade) -> Iterator[Item]:
-    if isinstance(value, Variable):
-        yield VariableItem(name, value)
-    elif isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         yield NumpyGeneratorItem(name, value)
     elif item := guest_items.item_of(name, value):
         item.owner = None if isinstance(value, Held) else value

@@ -110,7 +110,7 @@ def _gather(
     own = []
     for item in items:
         value, sums = packed[item.name].value, packed[item.name].checksums
-        own.append((value, sums, set(filter(item.shared, sums))))
+        own.append((value, sums, sums.keys() & {*item.shared(sums)}))
     rows = call.comm.all_gather_objects(own)
     # The same on all ranks: of states that do not differ they have the same arrays.
     taken = {*arrays, *(name for row in rows for _, sums, _ in row for name in sums)}

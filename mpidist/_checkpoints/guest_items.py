@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -66,22 +66,22 @@ def item_of(name: str, value: Any) -> StateItem | None:
             functools.partial(load_state, value),
             readable=not getattr(value, "state_is_collective", False),
             forget=value.zero_grad,
-            shared=lambda array: True,
+            shared=lambda names: names,
         )
     if isinstance(value, torch.Generator):
         return _generator_item(name, value)
     if guests.kind_of(value) == "torch":
         get, put = lambda: value, torch.no_grad()(value.copy_)
-        return StateItem(name, get, put, shared=lambda array: True, is_fixed=True)
+        return StateItem(name, get, put, shared=lambda names: names, is_fixed=True)
     return None
 
 
 def _module_item(name: str, module: Any) -> StateItem:
     """Return the item of a module: its parameters are the same on all replicas."""
 
-    def is_parameter(array: str) -> bool:
+    def parameters(names: Collection[str]) -> set[str]:
         named = module.named_parameters(remove_duplicate=False)
-        return array in {f"{name}/{key}" for key, _ in named}
+        return {f"{name}/{key}" for key, _ in named}
 
     return StateItem(
         name,
@@ -89,7 +89,7 @@ def _module_item(name: str, module: Any) -> StateItem:
         module.load_state_dict,
         merge=first_state,
         forget=module.zero_grad,
-        shared=is_parameter,
+        shared=parameters,
         is_fixed=True,
     )
 
@@ -150,8 +150,9 @@ def _tree_item(name: str, held: Held) -> StateItem:
         new = [_like(x, state[path]) for path, x in leaves().items()]
         held.set(jax.tree_util.tree_unflatten(structure, new))
 
-    def shared(array: str) -> bool:
-        return not _is_random_key(leaves().get(array.removeprefix(f"{name}/")))
+    def shared(names: Collection[str]) -> set[str]:
+        keys = {f"{name}/{path}" for path, x in leaves().items() if _is_random_key(x)}
+        return {*names} - keys
 
     return StateItem(name, get, put, shared=shared, is_fixed=True, is_held=True)
 

@@ -6,7 +6,7 @@ Those of torch and JAX are in `guest_items`.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Final
 
@@ -57,11 +57,6 @@ class VariableItem(Item):
         """Whether each replica has its own value."""
         return self.variable.synchronization is VariableSynchronization.ON_READ
 
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes, without a read, which is collective for ON_READ."""
-        return math.prod(self.variable.shape) * int(self.variable.dtype.itemsize)
-
     def check(self) -> None:
         """Raise a ValueError if the variable does not have a single value."""
         if self.on_read and self.variable.aggregation is VariableAggregation.NONE:
@@ -84,7 +79,7 @@ class StateItem(Item):
         readable: whether `get` may be called when the checkpoint is made: it does not
             communicate.
         forget: drops what an object has beside its state, its gradients; None: nothing.
-        shared: whether an array of this name must be the same on all replicas.
+        shared: returns which arrays, by name, must be the same on all replicas.
         is_fixed: whether the names, dtypes and shapes of its tensors do not change.
     """
 
@@ -94,7 +89,7 @@ class StateItem(Item):
     merge: Callable[[list[State]], State] | None = None
     readable: bool = True
     forget: Callable[[], object] | None = None
-    shared: Callable[[str], bool] = frozenset[str]().__contains__  # of none
+    shared: Callable[[Collection[str]], Collection[str]] = lambda names: ()
     is_fixed: bool = False
 
     def __str__(self) -> str:
@@ -150,14 +145,11 @@ class NumpyGeneratorItem(GeneratorItem):
         self, name: str, value: np.random.Generator | np.random.BitGenerator
     ) -> None:
         bits = value.bit_generator if isinstance(value, np.random.Generator) else value
-        super().__init__(name, lambda: bits.state, self._put, owner=bits)
-        self._bits = bits
+        put = functools.partial(setattr, bits, "state")
+        super().__init__(name, lambda: bits.state, put, owner=bits)
         self._kind = kind = type(bits)
         if getattr(np.random, kind.__name__, None) is kind:
             self.stream = lambda seed: kind(seed).state
-
-    def _put(self, state: State) -> None:
-        self._bits.state = state
 
     def refuse(self, values: list[Json]) -> str:
         """Return what is wrong with the kind of generator; raise for a bad state."""

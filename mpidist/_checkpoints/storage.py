@@ -58,14 +58,9 @@ CHUNK_BYTES: Final = 2**23
 FileFormat = Literal["npz", "safetensors"]
 _Written = Iterator[tuple[str, HostArray]]
 
-_BITS: Final = (8, 16, 32, 64)
-# Its names of dtypes.
-_SAFETENSORS: Final = {
-    **{
-        f"{kind}int{n}": f"{kind or 'i'}{n}".upper()
-        for kind in ("", "u")
-        for n in _BITS
-    },
+_SAFETENSORS: Final = {  # its names of dtypes
+    **{f"int{n}": f"I{n}" for n in (8, 16, 32, 64)},
+    **{f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)},
     **{f"float{n}": f"F{n}" for n in (16, 32, 64)},
     "bfloat16": "BF16",
     "bool": "BOOL",

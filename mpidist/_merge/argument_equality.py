@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import io
 import types
+from collections.abc import Callable
 from typing import Any, Final
 
 from mpidist._base.fingerprint import fingerprint, fingerprint_of_bytes
@@ -35,12 +36,14 @@ from mpidist._values.variable import Variable, storage_of
 _MOST_FUNCTIONS: Final = 512
 
 
-def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
+def fingerprint_of_argument(
+    x: Any, where: Callable[[], str], group: ReplicaGroup
+) -> int:
     """Return a fingerprint that is the same on all ranks for equal objects.
 
     Args:
         x: an argument that is not an array or a number.
-        where: the position of the argument, for the message.
+        where: returns the position of the argument, for the message.
         group: the ranks. An object that holds their strategy belongs to the program.
 
     Raises:
@@ -62,7 +65,7 @@ def fingerprint_of_argument(x: Any, where: str, group: ReplicaGroup) -> int:
             return fingerprint(f"one {name}")
         why = str(error).rstrip(".")
         raise TypeError(
-            f"merge_call: argument {where}, a {name.removeprefix('builtins.')}, "
+            f"merge_call: argument {where()}, a {name.removeprefix('builtins.')}, "
             f"cannot be compared with that of the other ranks: {why}. Let merge_fn "
             "close over it, or pass what it is made from"
         ) from error

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -114,8 +115,10 @@ def merge_call(
         fingerprints = [fingerprint_of_function(merge_fn)]
         if _OBJECT in kinds:
             fingerprints += [
-                fingerprint_of_argument(leaf, _argument(args, kwargs, i), group)
-                for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True))
+                fingerprint_of_argument(
+                    leaves[i], partial(_argument, args, kwargs, i), group
+                )
+                for i, kind in enumerate(kinds)
                 if kind == _OBJECT
             ]
     except Exception as error:

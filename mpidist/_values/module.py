@@ -140,8 +140,8 @@ def built_optimizers(module: Module) -> list[Any]:
 
 
 def _is_built(value: object) -> bool:
-    """Return whether something is an optimizer that has made its variables."""
-    return hasattr(value, "__restore_later__") and bool(_variables_of(value))
+    """Return whether a part of a module is an optimizer that has made its variables."""
+    return not isinstance(value, (Variable, Module)) and bool(_variables_of(value))
 
 
 def _parts(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
@@ -163,8 +163,9 @@ def _parts(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, obje
     if id(value) in seen:
         return
     seen.add(id(value))
-    is_optimizer = found != [] and hasattr(value, "__restore_later__")
-    if isinstance(value, (Variable, Module)) or is_optimizer:
+    if isinstance(value, (Variable, Module)) or (
+        found != [] and hasattr(value, "__restore_later__")
+    ):
         yield name, value
     for key, child in children:
         yield from _parts(f"{name}/{key}" if name else key, child, seen)
