@@ -16,7 +16,7 @@ import numpy as np
 
 import mpidist
 from mpidist._base.types import HostArray, Nest
-from mpidist._cli import facts, system_checks
+from mpidist._cli import facts, folder_check, system_checks
 from mpidist._cli.facts import (
     BUG,
     FAILED,
@@ -219,7 +219,7 @@ _CHECKS: Final[dict[str, Callable[[_Job], Finding]]] = {
     "optimizer": _training,
     "mismatch": _mismatch,
     "exception": _exception,
-    "folder": lambda job: system_checks.check_folder(job, job.folder),
+    "folder": lambda job: folder_check.check_folder(job, job.folder),
 }
 
 

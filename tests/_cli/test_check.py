@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpidist import _cli
-from mpidist._cli import system_checks
+from mpidist._cli import folder_check, system_checks
 from mpidist._cli.facts import CheckFailedError, Job, attempt, ok
 
 
@@ -38,12 +38,12 @@ def test_a_launcher_of_another_mpi(monkeypatch, capsys):
 def test_folders(tmp_path, monkeypatch):
     missing = tmp_path / "no"
     with pytest.raises(CheckFailedError, match=f"rank 0 cannot write to {missing}: No"):
-        system_checks.check_folder(Job(), str(missing))
-    assert system_checks.check_folder(Job(), "/dev/shm").state == "note"
+        folder_check.check_folder(Job(), str(missing))
+    assert folder_check.check_folder(Job(), "/dev/shm").state == "note"
     full = unittest.mock.Mock(side_effect=OSError(28, "No space left"))
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(CheckFailedError, match="No space left"):
-        system_checks.check_folder(Job(), str(tmp_path))
+        folder_check.check_folder(Job(), str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -156,8 +156,8 @@ def test_kinds_of_file_systems(path, kind):
         "server:/x /home/a\\040b nfs4 rw 0 0",
         "s /scratch lustre rw 0 0",
     ]
-    assert system_checks.file_system(path, mounts) == kind
-    assert system_checks.file_system(path, []) == "unknown"
+    assert folder_check.file_system(path, mounts) == kind
+    assert folder_check.file_system(path, []) == "unknown"
 
 
 def test_an_exception_in_a_check_is_a_failure():
