@@ -4,11 +4,11 @@ from mpidist._checkpoints.checkpoint import (
     Checkpoint as Checkpoint,
     RestoreStatus as RestoreStatus,
 )
-from mpidist._checkpoints.manager import (
-    CheckpointManager as CheckpointManager,
+from mpidist._checkpoints.directory import (
     latest_checkpoint as latest_checkpoint,
     load_checkpoint as load_checkpoint,
 )
+from mpidist._checkpoints.manager import CheckpointManager as CheckpointManager
 from mpidist._checkpoints.new_checkpoints import (
     checkpoints_iterator as checkpoints_iterator,
 )

@@ -5,26 +5,18 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import re
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from mpidist._base import threads
 from mpidist._base.errors import CheckpointError, warn_caller
 from mpidist._base.expect import as_int, as_path, expect
 from mpidist._base.remedies import explain_attributes, explain_keywords
-from mpidist._checkpoints import manifest, replace, storage
+from mpidist._checkpoints import replace, storage
 from mpidist._checkpoints.checkpoint import Checkpoint, objects_of
-from mpidist._checkpoints.storage import CheckpointReader, manifest_of
+from mpidist._checkpoints.directory import Entry, scan, warn_of_skipped
 from mpidist._runtime.interruptions import tells
 from mpidist._values.variable import Variable
-
-
-class _Entry(NamedTuple):
-    saved_at: int  # in ns; unique within a directory
-    number: int
-    path: str
-
 
 # The highest number by directory and name: several managers may have the same.
 _highest: Final[threads.ReplicaLocal[dict[tuple[str, str], int]]] = (
@@ -113,20 +105,19 @@ class CheckpointManager:
         self._saved_step: int | None = None
         call.agree(f"(max_to_keep={max_to_keep}, checkpoint_name={checkpoint_name!r})")
 
-        def scan() -> tuple[str, str, tuple[list[_Entry], int]]:
+        def look() -> tuple[str, str, tuple[list[Entry], int]]:
             directory = os.path.abspath(given_directory)
-            return given_directory, directory, _scan(directory, checkpoint_name)
+            return given_directory, directory, scan(directory, checkpoint_name)
 
-        used, self._directory, found = call.on_rank_0(scan)
+        used, self._directory, found = call.on_rank_0(look)
         self._entries, highest = found
         self._is_new = highest < 0
         self._highest = _highest.get()
         self._highest[self._directory, checkpoint_name] = max(highest, 0)
         # A program of TensorFlow may delete its own directory on ranks other than 0.
-        self._own_directory = self._directory
-        if given_directory != used:
-            self._own_directory = given_directory
-            self._make_own_directory()
+        is_used = given_directory == used
+        self._own_directory = self._directory if is_used else given_directory
+        self._make_own_directory()
 
     def _make_own_directory(self) -> None:
         """Make what a program of TensorFlow deletes after each save."""
@@ -233,7 +224,7 @@ class CheckpointManager:
             kept = kept or others[-1:]
         excess = [] if most is None else others[:-most]
 
-        def tidy(entries: list[_Entry]) -> None:
+        def tidy(entries: list[Entry]) -> None:
             """Delete these checkpoints, and what killed jobs have left."""
             replace.clean(self._directory, f"{self._name}-*")
             for entry in entries:
@@ -250,7 +241,7 @@ class CheckpointManager:
                 self._saved_step = last
                 self._entries = [x for x in self._entries if x not in excess]
             else:
-                self._entries = [*kept, _Entry(saved_at, number, path)]
+                self._entries = [*kept, Entry(saved_at, number, path)]
                 numbers[own] = max(numbers[own], number)
 
         saved = self._objects.save(
@@ -289,7 +280,7 @@ class CheckpointManager:
                 if isinstance(error, CheckpointError) and not error.damaged:
                     raise
                 text, call = str(error), self._objects.call(name)
-                call.on_rank_0(lambda: _warn(path, text))  # noqa: B023
+                call.on_rank_0(lambda: warn_of_skipped(path, text))  # noqa: B023
                 self._entries.pop()
             else:
                 assert restore is not None
@@ -313,117 +304,6 @@ def forget_interval(manager: CheckpointManager) -> None:
     manager._saved_step = None
 
 
-def _scan(
-    directory: str, prefix: str | None, verified: str | None = None
-) -> tuple[list[_Entry], int]:
-    """Find the checkpoints of a manager, or all, and verify the newest.
-
-    Args:
-        directory: where they are.
-        prefix: that of their names; None: all.
-        verified: the path of one that was verified before.
-
-    Returns:
-        The complete checkpoints, in the order of saving, and the highest number in use;
-        -1 if there is none.
-    """
-    entries = []
-    numbers = _numbers(directory, prefix)
-    for name, number in numbers.items():
-        path = os.path.join(directory, name)
-        reader = _open(path, lambda reader: None)
-        if reader is not None:  # one without arrays has a length of 0
-            entries.append(_Entry(manifest_of(reader).saved_at_ns, number, path))
-    entries.sort()
-    while entries and (path := entries[-1].path) != verified:
-        if _open(path, CheckpointReader.verify) is not None:
-            break
-        entries.pop()
-    return entries, max(numbers.values(), default=-1)
-
-
-def _open(
-    path: str, check: Callable[[CheckpointReader], None]
-) -> CheckpointReader | None:
-    """Return a checkpoint that passes a check; None, and a warning, if not."""
-    try:
-        reader = CheckpointReader(path)
-        check(reader)
-    except (CheckpointError, OSError) as error:
-        _warn(path, str(error))
-        return None
-    return reader
-
-
-def _numbers(directory: str, prefix: str | None) -> dict[str, int]:
-    """Return names in a directory, with the numbers in them, or 0."""
-    if prefix is None:
-        return dict.fromkeys(manifest.checkpoints_in(directory), 0)
-    names = os.listdir(directory) if os.path.exists(directory) else []
-    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)")
-    return {name: int(match[1]) for name in names if (match := pattern.fullmatch(name))}
-
-
-def latest_checkpoint(
-    checkpoint_dir: str | os.PathLike[str], checkpoint_name: str | None = None
-) -> str | None:
-    """Return the path of the newest complete checkpoint in a directory.
-
-    It was saved by a `CheckpointManager`, or there by `Checkpoint.save`. A checkpoint
-    is a directory, too: its own path is returned unchanged, so that a program may pass
-    either.
-
-    Not collective: it reads the directory on the rank that calls it, needs no strategy
-    and no MPI, and skips damaged checkpoints with a warning. In a program on several
-    ranks, `CheckpointManager.latest_checkpoint` and
-    `CheckpointManager.restore_or_initialize` ask rank 0 alone, so that ranks without
-    access to the directory get the same path.
-
-    Args:
-        checkpoint_dir: the directory.
-        checkpoint_name: the prefix of the names of a manager in it; None: those of all
-            managers, and others.
-
-    Returns:
-        The path; None if there is no checkpoint.
-    """
-    directory = as_path("latest_checkpoint", checkpoint_dir)
-    return find_latest(directory, checkpoint_name)
-
-
-def find_latest(
-    checkpoint_dir: str | os.PathLike[str],
-    checkpoint_name: str | None = None,
-    verified: str | None = None,
-) -> str | None:
-    """Return what `latest_checkpoint` does, without reading one that was verified."""
-    directory = os.path.abspath(checkpoint_dir)
-    if os.path.exists(os.path.join(directory, manifest.MANIFEST)):
-        return directory
-    entries, _ = _scan(directory, checkpoint_name, verified)
-    return entries[-1].path if entries else None
-
-
-def load_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
-    """Open a checkpoint to read its arrays, without MPI. Not collective.
-
-    Args:
-        path: the path of the directory; or of one with checkpoints, such as that of a
-            `CheckpointManager`, for the newest of them.
-
-    Returns:
-        A mapping of names to NumPy arrays; ``dict(load_checkpoint(path))`` reads all.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        CheckpointError: if it is damaged.
-        TypeError: if ``path`` is no path.
-    """
-    hint = "where `latest_checkpoint` returns None there is no checkpoint yet"
-    path = as_path("load_checkpoint", path, hint)
-    return CheckpointReader(find_latest(path) or path)
-
-
 def _delete(path: str, call: str) -> None:
     try:
         replace.remove(path)
@@ -431,10 +311,6 @@ def _delete(path: str, call: str) -> None:
         pass
     except OSError as error:
         warn_caller(f"{call}: the old checkpoint {path!r} cannot be deleted: {error}")
-
-
-def _warn(path: str, reason: str) -> None:
-    warn_caller(f"CheckpointManager: the checkpoint {path!r} is skipped: {reason}")
 
 
 def _as_number(given: object) -> int:

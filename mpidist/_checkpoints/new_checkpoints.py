@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from mpidist._base.backend import as_number
 from mpidist._base.expect import as_path, expect
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.manager import find_latest
+from mpidist._checkpoints.directory import find_latest
 from mpidist._mpi import library
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
