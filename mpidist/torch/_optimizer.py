@@ -20,15 +20,15 @@ from mpidist._runtime.interruptions import tells
 from mpidist._strategy.current import get_strategy, group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import Steps
-from mpidist.torch._overlap import Overlap, set_hooks
-from mpidist.torch._tensors import (
-    BROADCAST,
+from mpidist.torch._gradients import (
     Named,
     check_op,
     is_stepped,
     reduce_gradients,
-    untraced,
+    set_hooks,
 )
+from mpidist.torch._overlap import Overlap
+from mpidist.torch._tensors import BROADCAST, untraced
 
 # `Any` for type checkers: an optimizer around one of another class replaces it in
 # `optimizer = DistributedOptimizer(optimizer)`.

@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch._compile import _disable_dynamo
 
 from mpidist._agreement.async_calls import CollectiveHandle
 from mpidist._base import reporting, threads
@@ -32,13 +31,15 @@ from mpidist._base.reduce_op import ReduceOp
 from mpidist._runtime.begin_async import begin_async
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
-from mpidist.torch._tensors import (
+from mpidist.torch._gradients import (
     FLAGS,
     PRESENT,
     Named,
     Sums,
     assign,
+    gradients_of,
     reduce_gradients,
+    set_hooks,
     sums_of,
 )
 
@@ -361,39 +362,6 @@ class Overlap:
                 "another number), and were reduced twice. From now on they are reduced "
                 "in `step`: overlap=False"
             )
-
-
-def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:
-    """Have torch call a method when a gradient is ready, as long as its object lives.
-
-    Args:
-        hooks: those that were set before.
-        named: the parameters.
-        note: the method, bound to the object.
-    """
-    # Not a WeakMethod, whose lines would come before the first try of ``note``.
-    owner, function = weakref.ref(note.__self__), note.__func__
-
-    def ready(parameter: torch.Tensor) -> None:
-        this = owner()
-        if this is not None:
-            function(this, parameter)
-        else:
-            hooks.pop(id(parameter)).remove()
-
-    known = {id(p) for _, p in named}
-    for key in [key for key in hooks if key not in known]:
-        hooks.pop(key).remove()
-    for _, p in named:
-        if id(p) not in hooks and p.requires_grad:  # torch refuses others
-            # Also of this function `torch.compile` would make one for each shape.
-            hook = _disable_dynamo(ready)
-            hooks[id(p)] = p.register_post_accumulate_grad_hook(hook)
-
-
-def gradients_of(named: Named) -> list[torch.Tensor | None]:
-    """Return the gradients of parameters; None for those that have none."""
-    return [p.grad for _, p in named]
 
 
 def _with_version(x: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

@@ -32,6 +32,7 @@ from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
 from mpidist._strategy.strategy import Strategy
 from mpidist._values.consistency import digest
+from mpidist.torch._gradients import is_stepped
 from mpidist.torch._sharded_state import (
     ELEMENTWISE,
     Part,
@@ -42,7 +43,6 @@ from mpidist.torch._sharded_state import (
     text_of_settings,
     unpack,
 )
-from mpidist.torch._tensors import is_stepped
 
 
 class _Sequence(NamedTuple):
