@@ -17,7 +17,11 @@ from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data import _combinations as several, _stages as stages
+from mpidist.data import (
+    _combinations as several,
+    _conversions as conversions,
+    _selections as selections,
+)
 from mpidist.data._ahead import AUTOTUNE, default_workers
 from mpidist.data._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Options
 from mpidist.data._positions import DatasetIterator
@@ -192,7 +196,7 @@ class Dataset(metaclass=_Names):
             raise ValueError(f"Dataset.list_files: no file matches {patterns}")
         stage = slices_of(np.array(sorted(names)))
         if shuffle or (shuffle is None and seed is not None):
-            stage = stages.Shuffle(
+            stage = selections.Shuffle(
                 [stage], None, _as_seed("list_files", seed), seed is not None
             )
         return cls(stage)
@@ -294,26 +298,26 @@ class Dataset(metaclass=_Names):
             )
         given, number = seed is not None, _as_seed("shuffle", seed)
         anew = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
-        return Dataset(stages.Shuffle([stage], size, number, given, anew))
+        return Dataset(selections.Shuffle([stage], size, number, given, anew))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
         """Repeat the dataset ``count`` times; None or -1: infinitely."""
         if count is not None:
             count = _as_count("repeat", "count", count, least=-1)
         count = None if count == -1 else count
-        return Dataset(stages.Repeat([self._stage], f"repeat({count})", count))
+        return Dataset(selections.Repeat([self._stage], f"repeat({count})", count))
 
     def take(self, count: int, name: str | None = None) -> Dataset:
         """Keep the first ``count`` elements; -1: all of them."""
         count = _as_count("take", "count", count, least=-1)
         stop = None if count < 0 else count
-        return Dataset(stages.Part([self._stage], f"take({count})", 0, stop))
+        return Dataset(selections.Part([self._stage], f"take({count})", 0, stop))
 
     def skip(self, count: int, name: str | None = None) -> Dataset:
         """Leave out the first ``count`` elements; -1: all of them."""
         count = _as_count("skip", "count", count, least=-1)
         start, stop = (0, 0) if count < 0 else (count, None)
-        return Dataset(stages.Part([self._stage], f"skip({count})", start, stop))
+        return Dataset(selections.Part([self._stage], f"skip({count})", start, stop))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Keep every ``num_shards``-th element, starting at number ``index``.
@@ -331,7 +335,7 @@ class Dataset(metaclass=_Names):
                 f"Dataset.shard: expected 0 <= index < {num_shards}, got {index}"
             )
         call = f"shard({num_shards}, {index})"
-        return Dataset(stages.Part([self._stage], call, index, None, num_shards))
+        return Dataset(selections.Part([self._stage], call, index, None, num_shards))
 
     def concatenate(self, dataset: Dataset, name: str | None = None) -> Dataset:
         """Add the elements of another dataset at the end.
@@ -378,7 +382,7 @@ class Dataset(metaclass=_Names):
                 "`numpy.save(path, array)` once, and `Dataset.from_tensor_slices("
                 'numpy.load(path, mmap_mode="r"))`, which reads rows as needed'
             )
-        return Dataset(stages.Cache([self._stage], "cache()"))
+        return Dataset(selections.Cache([self._stage], "cache()"))
 
     def prefetch(self, buffer_size: int | None, name: str | None = None) -> Dataset:
         """Read up to ``buffer_size`` elements ahead in a thread; 0: do not.
@@ -390,7 +394,7 @@ class Dataset(metaclass=_Names):
         size = _as_tuned(
             "prefetch", "buffer_size", buffer_size, least=0, default=_AHEAD
         )
-        return Dataset(stages.Same([self._stage], f"prefetch({size})", size))
+        return Dataset(selections.Same([self._stage], f"prefetch({size})", size))
 
     # --- functions ------------------------------------------------------------
 
@@ -431,7 +435,7 @@ class Dataset(metaclass=_Names):
         """
         call = _as_call("map", "map_func", map_func)
         calls = _as_calls("map", num_parallel_calls)
-        return Dataset(stages.Map([self._stage], call, map_func, calls))
+        return Dataset(conversions.Map([self._stage], call, map_func, calls))
 
     def filter(
         self, predicate: Callable[..., object], name: str | None = None
@@ -444,14 +448,14 @@ class Dataset(metaclass=_Names):
             name: accepted.
         """
         call = _as_call("filter", "predicate", predicate)
-        return Dataset(stages.Filter([self._stage], call, predicate))
+        return Dataset(selections.Filter([self._stage], call, predicate))
 
     def take_while(
         self, predicate: Callable[..., object], name: str | None = None
     ) -> Dataset:
         """Keep the elements before the first for which a function returns False."""
         call = _as_call("take_while", "predicate", predicate)
-        return Dataset(stages.Filter([self._stage], call, predicate))
+        return Dataset(selections.Filter([self._stage], call, predicate))
 
     def interleave(
         self,
@@ -556,7 +560,7 @@ class Dataset(metaclass=_Names):
         size = _as_count("batch", "batch_size", batch_size, least=1)
         drop = bool(drop_remainder)
         call = f"batch({size}{', drop_remainder=True' if drop else ''})"
-        return Dataset(several.Batch([self._stage], call, size, drop))
+        return Dataset(conversions.Batch([self._stage], call, size, drop))
 
     def padded_batch(
         self,
@@ -586,14 +590,14 @@ class Dataset(metaclass=_Names):
         )
         call = f"padded_batch({size}, {padded_shapes}, {padding_values}, {drop})"
         return Dataset(
-            several.PaddedBatch(
+            conversions.PaddedBatch(
                 [self._stage], call, size, drop, padded_shapes, padding_values
             )
         )
 
     def unbatch(self, name: str | None = None) -> Dataset:
         """Split each element into its rows, which become the elements."""
-        return Dataset(several.Unbatch([self._stage], "unbatch()"))
+        return Dataset(conversions.Unbatch([self._stage], "unbatch()"))
 
     # --- properties -----------------------------------------------------------
 
@@ -601,7 +605,7 @@ class Dataset(metaclass=_Names):
         """Set the options in ``options`` that do not have their default value."""
         given = isinstance(options, Options)
         expect(given, "Dataset.with_options", "a `mpidist.data.Options`", options)
-        return Dataset(stages.Same([self._stage], "", 0, copy.deepcopy(options)))
+        return Dataset(selections.Same([self._stage], "", 0, copy.deepcopy(options)))
 
     def assert_cardinality(self, expected_cardinality: int) -> Dataset:
         """Declare the number of elements, for a dataset that does not know it.
@@ -613,7 +617,7 @@ class Dataset(metaclass=_Names):
         )
         call = f"assert_cardinality({count})"
         count = INFINITE if count == INFINITE_CARDINALITY else count
-        return Dataset(stages.WithCardinality([self._stage], call, count))
+        return Dataset(selections.WithCardinality([self._stage], call, count))
 
     # --- elements -------------------------------------------------------------
 

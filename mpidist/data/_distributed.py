@@ -27,12 +27,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, nest, shuffle_seeds
 from mpidist._base.environment import debugging
-from mpidist._base.errors import (
-    CollectiveMismatchError,
-    by_value,
-    on_rank,
-    warn_caller,
-)
+from mpidist._base.errors import CollectiveMismatchError, by_value, on_rank, warn_caller
 from mpidist._base.expect import expect
 from mpidist._base.fingerprint import fingerprint
 from mpidist._base.types import Array, Nest
@@ -49,6 +44,7 @@ from mpidist.data._options import (
     InputOptions,
     InputReplicationMode,
     as_policy,
+    spec_with_rows,
 )
 from mpidist.data._positions import Optional, PositionedIterator, checked_state
 from mpidist.data._rows import (
@@ -60,8 +56,8 @@ from mpidist.data._rows import (
     describe,
     describe_rows,
     empty_of,
-    spec_with_rows,
 )
+from mpidist.data._selections import Part
 from mpidist.data._shards import (
     check_options,
     describe_split,
@@ -69,7 +65,7 @@ from mpidist.data._shards import (
     split_input,
     split_rows,
 )
-from mpidist.data._stages import Block, Part, Stage, TooShortError
+from mpidist.data._stages import Block, Stage, TooShortError
 
 _DIFFERENT_ROWS: Final = (
     "the arrays of the dataset are not the same on all ranks, but each reads its part "

@@ -12,8 +12,8 @@ import numpy as np
 
 from mpidist._base import backend, checksums, nest
 from mpidist._base.fingerprint import fingerprint_of
-from mpidist._base.types import Array, DType, HostArray, Nest
-from mpidist.data._options import ArraySpec
+from mpidist._base.types import Array, HostArray, Nest
+from mpidist.data._options import ArraySpec, name_of_dtype, spec_with_rows
 
 _SCALARS: Final = (bool, int, float, complex, str, bytes, np.generic)
 _DLPACK_CPU: Final = (1, 3, 11)  # host memory, and page-locked host memory
@@ -344,45 +344,6 @@ def gather(x: Any, indices: HostArray) -> Array:
 
 
 # --- specs -------------------------------------------------------------------------
-
-
-def spec_with_rows(spec: Nest, rows: int | None = None) -> Nest:
-    """Return the specs of a batch of other rows, or any number, given a batch's."""
-    return nest.map_structure(
-        lambda one: ArraySpec((rows, *one.shape[1:]) if one.shape else (), one.dtype),
-        spec,
-    )
-
-
-def common_spec(one: ArraySpec, two: ArraySpec) -> ArraySpec:
-    """Return the spec of arrays of either: None for sizes that differ."""
-    dtype = longest_text(one.dtype, two.dtype)
-    if dtype != longest_text(two.dtype, one.dtype) or len(one.shape) != len(two.shape):
-        raise TypeError(f"{one} and {two} have no spec in common")
-    sizes = zip(one.shape, two.shape, strict=True)
-    return ArraySpec(tuple(a if a == b else None for a, b in sizes), dtype)
-
-
-def longest_text(dtype: DType, other: DType) -> DType:
-    """Return a dtype; of text and text that of the longer one."""
-    if dtype.kind not in "SU" or other.kind != dtype.kind:
-        return dtype
-    return max(dtype, other, key=lambda one: one.itemsize)
-
-
-def can_have(array: HostArray, dtype: DType) -> bool:
-    """Return whether an array may be converted; NumPy makes text of numbers."""
-    if array.dtype == dtype:
-        return True
-    if all(backend.number_kind(one) in "biufc" for one in (array.dtype, dtype)):
-        return backend.fits(array, dtype)
-    is_text = array.dtype.kind in "SU" or dtype.kind not in "SU"
-    return is_text and np.can_cast(array.dtype, dtype, "same_kind")
-
-
-def name_of_dtype(dtype: DType) -> str:
-    """Return its name, without the length of text, which may differ."""
-    return {"U": "str", "S": "bytes"}.get(dtype.kind, dtype.name)
 
 
 def empty_of(spec: Nest | None) -> RowBlock | None:

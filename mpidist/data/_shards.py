@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from mpidist._base.expect import expect
 from mpidist._runtime.group import ReplicaGroup
-from mpidist.data._combinations import Batch, Interleave
+from mpidist.data._combinations import Interleave
+from mpidist.data._conversions import Batch
 from mpidist.data._dataset import Dataset, stage_of
 from mpidist.data._items import Items
 from mpidist.data._options import (
@@ -19,8 +20,9 @@ from mpidist.data._options import (
     as_policy,
 )
 from mpidist.data._rows import LazyBlock, RowBlock, block_of, count_rows, join
+from mpidist.data._selections import Part
 from mpidist.data._sources import is_nest
-from mpidist.data._stages import UNKNOWN, Block, Derived, Part, Pass, Stage, Token
+from mpidist.data._stages import UNKNOWN, Block, Derived, Pass, Stage, Token
 
 _CALL: Final = "experimental_distribute_dataset"
 

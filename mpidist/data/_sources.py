@@ -12,17 +12,15 @@ import numpy as np
 from mpidist._base import backend, nest, shuffle_seeds
 from mpidist._base.expect import expect
 from mpidist._base.types import DType, HostArray, Nest
-from mpidist.data._options import ArraySpec
+from mpidist.data._options import ArraySpec, can_have, longest_text
 from mpidist.data._rows import (
     RowBlock,
     as_leaf,
     block_of,
-    can_have,
     convert_lists,
     exact_array,
     gather,
     lists_to_arrays,
-    longest_text,
     map_like,
     unshared,
 )
