@@ -8,8 +8,8 @@ other iterable.
 from mpidist._base.remedies import publish as _publish
 from mpidist.data._ahead import AUTOTUNE as AUTOTUNE
 from mpidist.data._dataset import Dataset as Dataset
-from mpidist.data._distributed import (
-    DistributedDataset as DistributedDataset,
+from mpidist.data._distributed import DistributedDataset as DistributedDataset
+from mpidist.data._distributed_iterator import (
     DistributedIterator as DistributedIterator,
 )
 from mpidist.data._options import (

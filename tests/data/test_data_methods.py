@@ -18,6 +18,7 @@ import mpidist
 from mpidist import data
 from mpidist._base import shuffle_seeds, threads
 from mpidist.data import AUTOTUNE, ArraySpec, AutoShardPolicy, Dataset, Options
+from mpidist.data._input import Input
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 INT, FLOAT = np.dtype(np.int64), np.dtype(float)
@@ -749,7 +750,8 @@ def test_repr_tells_the_pipeline():
 def test_the_plan_for_many_replicas(replicas, batch, policy, note, pieces):
     stage = Dataset.range(60000).batch(batch)._stage
     group = types.SimpleNamespace(num_replicas=replicas)
-    text = data.DistributedDataset(group, stage, AutoShardPolicy[policy]).shard_plan
+    read = Input(group, stage, AutoShardPolicy[policy], True)
+    text = data.DistributedDataset(read).shard_plan
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert ("note" in text) == bool(note)
     assert note in " ".join(lines)
