@@ -25,7 +25,6 @@ ArrayModule: TypeAlias = Any
 """NumPy or CuPy, which has no types."""
 
 _A = TypeVar("_A", bound=Array)
-_MANTISSA_OF_X87: Final = 63
 _NUMBERS: Final = "biufc"  # kinds of dtypes, from narrow to wide
 
 
@@ -382,19 +381,6 @@ def synchronize(x: Array) -> None:
 def as_bytes(x: _A) -> _A:
     """View a C-contiguous array as one dimension of uint8, without a copy."""
     return x.reshape(-1).view(np.uint8)
-
-
-def value_bytes(x: _A) -> _A:
-    """Return the bytes of an array that hold its values, in C order, to compare.
-
-    The 80-bit numbers of x86 are padded with 6 bytes of undefined contents.
-    """
-    raw = as_bytes(contiguous(x))
-    if x.dtype.char in "gG" and np.finfo(np.longdouble).nmant == _MANTISSA_OF_X87:
-        width = np.dtype(np.longdouble).itemsize
-        kept: _A = raw.reshape(-1, width)[:, :10]
-        return contiguous(kept).reshape(-1)
-    return raw
 
 
 def from_bytes(raw: _A, dtype: DType, shape: Shape) -> _A:

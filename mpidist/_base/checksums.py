@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.types import Array, Nest
 
+_A = TypeVar("_A", bound=Array)
 # Of any buffer: NumPy's types say that arrays are one only from Python 3.12 on.
 _crc32: Final[Callable[..., int]] = zlib.crc32
 
@@ -27,6 +28,19 @@ _FEW_VALUES: Final = 6
 _COLUMNS: Final = 509  # a prime, which divides no usual length of rows
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # spreads sums of words over all bits
 _MASK: Final = 2**62 - 1
+_MANTISSA_OF_X87: Final = 63
+
+
+def value_bytes(x: _A) -> _A:
+    """Return the bytes of an array that hold its values, in C order, to compare.
+
+    The 80-bit numbers of x86 are padded with 6 bytes of undefined contents.
+    """
+    raw = backend.as_bytes(backend.contiguous(x))
+    if x.dtype.char in "gG" and np.finfo(np.longdouble).nmant == _MANTISSA_OF_X87:
+        rows: _A = raw.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10]
+        return backend.contiguous(rows).reshape(-1)
+    return raw
 
 
 def summarize(x: Array, most_bytes: int | None = None) -> str:
@@ -41,7 +55,7 @@ def summarize(x: Array, most_bytes: int | None = None) -> str:
         x: the array.
         most_bytes: of a larger array only some words between the ends are read.
     """
-    raw = backend.value_bytes(x)
+    raw = value_bytes(x)
     size, host = int(raw.size), backend.to_host
     checksum = _crc32(host(raw[:_SMALL_BYTES]), _form(x))
     if size > _SMALL_BYTES:
@@ -87,7 +101,7 @@ def fingerprint_of_array(x: Array, seed: int) -> int:
         x: the array.
         seed: a number that is the same on all ranks.
     """
-    return _look_at(backend.value_bytes(x), _form(x))(seed)
+    return _look_at(value_bytes(x), _form(x))(seed)
 
 
 def fingerprinter(x: Array) -> Callable[[int], int]:

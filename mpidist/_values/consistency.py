@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 
 from mpidist._agreement.mismatch import Call
-from mpidist._base import backend, nest, reporting
+from mpidist._base import backend, checksums, nest, reporting
 from mpidist._base.errors import OutOfSyncError, format_ranks, on_rank
 from mpidist._base.expect import expect
 from mpidist._base.types import Array, Nest
@@ -208,7 +208,7 @@ class Difference(NamedTuple):
 
 def digest(array: Array) -> bytes:
     """Return 128 bits that depend on the values of an array."""
-    raw = backend.value_bytes(backend.to_host(array))
+    raw = checksums.value_bytes(backend.to_host(array))
     return hashlib.blake2b(raw.data, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -240,7 +240,7 @@ def _describe(group: ReplicaGroup, variable: Variable, difference: Difference) -
     comm.broadcast(backend.as_bytes(theirs), difference.agreeing[0])
     text = ""
     if group.replica_id in difference.drifted:
-        differ = backend.value_bytes(mine) != backend.value_bytes(theirs)
+        differ = checksums.value_bytes(mine) != checksums.value_bytes(theirs)
         places = differ.reshape(mine.size, -1).any(axis=1)
         first = int(places.argmax())
         index = tuple(int(i) for i in np.unravel_index(first, mine.shape))

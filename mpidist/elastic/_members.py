@@ -38,7 +38,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mpidist._agreement.polling import poll
-from mpidist._base.errors import CollectiveTimeoutError
+from mpidist._base.errors import CollectiveTimeoutError, format_ranks
 from mpidist._base.types import record
 from mpidist._mpi import library, survival
 from mpidist._mpi.library import MpiComm, MpiRequest
@@ -216,6 +216,29 @@ def lost(before: Round, current: Round) -> list[int]:
     for group in (then, now, dead):
         group.Free()
     return [k for k, rank in enumerate(before.placement.ranks) if rank in ranks]
+
+
+def describe(placement: Placement, before: int, lost: list[int]) -> str:
+    """Return what a user should know about a loss.
+
+    Args:
+        placement: who goes on.
+        before: how many replicas there were.
+        lost: which of them have died.
+    """
+    ranks = format_ranks(lost).replace("rank", "replica") if lost else "no replica"
+    size = len(placement.places)
+    count = "1 replica goes" if size == 1 else f"{size} replicas go"
+    taken = ""
+    if joined := size - (before - len(lost)):
+        taken = f" {joined} of them from the spares, of which"
+        taken += f" {placement.spares} are left,"
+    elif lost:
+        taken = " with no spare left,"
+    start = (
+        f"from commit {placement.commit}" if placement.commit else "from the beginning"
+    )
+    return f"lost {ranks}; {count} on,{taken} {start}"
 
 
 @record

@@ -13,7 +13,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import reporting, shuffle_seeds, threads
 from mpidist._base.environment import Environment, read_environment
-from mpidist._base.errors import ReplicaLostError, chain, format_ranks
+from mpidist._base.errors import ReplicaLostError, chain
 from mpidist._base.expect import as_int, expect
 from mpidist._mpi import library, survival
 from mpidist._strategy.mpi_strategy import MPIStrategy
@@ -296,7 +296,7 @@ class _Survivor:
                 )
             if current.replicas is not None and current.replicas.Get_rank() == 0:
                 lost = _members.lost(before, current)
-                _say(describe(placement, len(before.placement.ranks), lost))
+                _say(_members.describe(placement, len(before.placement.ranks), lost))
         return current
 
     def _take_part(
@@ -376,29 +376,6 @@ def _timeout() -> float:
         return read_environment().timeout_seconds
     except ValueError:  # which all ranks learn from the strategy
         return Environment().timeout_seconds
-
-
-def describe(placement: Placement, before: int, lost: list[int]) -> str:
-    """Return what a user should know about a loss.
-
-    Args:
-        placement: who goes on.
-        before: how many replicas there were.
-        lost: which of them have died.
-    """
-    ranks = format_ranks(lost).replace("rank", "replica") if lost else "no replica"
-    size = len(placement.places)
-    count = "1 replica goes" if size == 1 else f"{size} replicas go"
-    taken = ""
-    if joined := size - (before - len(lost)):
-        taken = f" {joined} of them from the spares, of which"
-        taken += f" {placement.spares} are left,"
-    elif lost:
-        taken = " with no spare left,"
-    start = (
-        f"from commit {placement.commit}" if placement.commit else "from the beginning"
-    )
-    return f"lost {ranks}; {count} on,{taken} {start}"
 
 
 @functools.cache

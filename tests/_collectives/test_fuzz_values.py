@@ -38,7 +38,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._base import backend, reduce_op
+from mpidist._base import checksums, reduce_op
 from mpidist._base.reduce_op import RULES
 from mpidist._strategy.strategy import group_of
 
@@ -318,7 +318,7 @@ class Calls:
                 return context().all_reduce(op, tree, options)
 
         results, wrong = self._run(replica, own)
-        crcs = [zlib.crc32(backend.value_bytes(np.asarray(x))) for x in results]
+        crcs = [zlib.crc32(checksums.value_bytes(np.asarray(x))) for x in results]
         if len({*map(tuple, everywhere(crcs))}) > 1:
             wrong += f"{op} of {leaves}: not the same bits on all ranks; "
         for i, (shape, dtype) in enumerate(leaves):

@@ -22,7 +22,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._base import backend
+from mpidist._base import checksums
 from mpidist._runtime.registry import key_of
 from mpidist._strategy.strategy import group_of
 
@@ -34,7 +34,7 @@ REDUCERS = {op.name: getattr(np, op.name.lower()) for op in mpidist.ReduceOp}
 def assert_same_on_all(x):
     x = np.asarray(x)
     # Not the padding of longdouble, in which anything may be.
-    rows = everywhere((x.shape, x.dtype.str, backend.value_bytes(x).tobytes()))
+    rows = everywhere((x.shape, x.dtype.str, checksums.value_bytes(x).tobytes()))
     assert rows == [rows[0]] * len(rows)
 
 

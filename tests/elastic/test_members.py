@@ -6,7 +6,6 @@ import pytest
 
 from mpidist.elastic import _members
 from mpidist.elastic._members import Claim, Role, make_placement
-from mpidist.elastic._run import describe
 
 NONE = Claim(-1, 0)
 
@@ -61,7 +60,7 @@ def test_what_is_said_of_a_loss(claims, wanted, before, lost, said):
     started = claims[0] == NONE
     roles = [Role.STARTING if started else Role.RUNNING for claim in claims]
     placement = make_placement(roles, claims, 0 if started else 7, wanted)
-    assert describe(placement, before, lost) == said
+    assert _members.describe(placement, before, lost) == said
 
 
 def test_nobody_goes_on_without_the_state():
