@@ -239,9 +239,7 @@ def put(
 
 
 def _put_back(
-    call: CollectiveCall,
-    before: list[tuple[StateItem, State]],
-    error: BaseException,
+    call: CollectiveCall, before: list[tuple[StateItem, State]], error: BaseException
 ) -> None:
     """Set states back to what they were. Collective, if ranks can still meet."""
     for item, old in reversed(before):

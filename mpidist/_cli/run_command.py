@@ -53,10 +53,7 @@ _USAGE: Final = """\
                    [-m MODULE | PROGRAM] [ARGUMENT ...]"""
 # What an mpirun calls itself; Open MPI's: also of version 4 as mpirun.openmpi.
 WORDS_OF: Final = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "MPICH": ("HYDRA",)}
-AS_ROOT: Final = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+AS_ROOT: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MORE_RANKS_THAN_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same in Open MPI 4

@@ -260,10 +260,7 @@ class StrategyExtended:
         return step_context
 
     def call_for_each_replica(
-        self,
-        fn: Callable[..., Nest],
-        args: Args = (),
-        kwargs: Kwargs = None,
+        self, fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest:
         """Run ``fn`` once per replica; see `Strategy.run`. Collective."""
         kwargs = {} if kwargs is None else kwargs

@@ -46,10 +46,7 @@ from mpidist._values.variable import Variable, is_same, storage_of
 
 @dispatch.operation("call_for_each_replica")
 def _call_for_each_replica(
-    group: ReplicaGroup,
-    fn: Callable[..., Nest],
-    args: Args,
-    kwargs: dict[str, Nest],
+    group: ReplicaGroup, fn: Callable[..., Nest], args: Args, kwargs: dict[str, Nest]
 ) -> Nest:
     registry = group.registry
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -89,10 +86,7 @@ def _call_for_each_replica(
 
 @dispatch.operation("reduce")
 def _reduce(
-    group: ReplicaGroup,
-    reduce_op: Reduction,
-    value: Nest,
-    axis: object,
+    group: ReplicaGroup, reduce_op: Reduction, value: Nest, axis: object
 ) -> Nest:
     if type(reduce_op) is not ReduceOp and callable(reduce_op):
         return folds.reduce_with(group, reduce_op, value, axis)

@@ -24,19 +24,8 @@ from mpidist._runtime.registry import Registered, home_of, key_of
 from mpidist._values.arguments import Attributes, check_attributes, initial_array
 from mpidist._values.array_like import ArrayLike
 from mpidist._values.creators import by_creators
-from mpidist._values.distributed import (
-    Mirrored,
-    Seen,
-    components_of,
-    readers,
-    sees_all,
-)
-from mpidist._values.storage import (
-    DividedStorage,
-    OnReadStorage,
-    Part,
-    VariableStorage,
-)
+from mpidist._values.distributed import Mirrored, Seen, components_of, readers, sees_all
+from mpidist._values.storage import DividedStorage, OnReadStorage, Part, VariableStorage
 
 _OF_MEMORY: Final = frozenset(("itemsize", "nbytes", "strides"))
 _ODD: Final = 0x9E3779B97F4A7C15  # spreads numbers, and gives each another one

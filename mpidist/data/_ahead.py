@@ -138,10 +138,7 @@ def _next(items: Iterator[Any]) -> Any:
 
 
 def _stop(
-    process: int,
-    tasks: _Tasks,
-    waiting: collections.deque[Future[Any]],
-    most: int,
+    process: int, tasks: _Tasks, waiting: collections.deque[Future[Any]], most: int
 ) -> None:
     # In a forked child the threads do not exist, and may have held these locks.
     if os.getpid() == process:
