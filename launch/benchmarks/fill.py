@@ -28,7 +28,7 @@ import draw
 import nodes
 
 from mpidist._cli import bench_command
-from mpidist._cli.bench_command import show_seconds, show_size
+from mpidist._cli.measuring import show_seconds, show_size
 
 MARKER = re.compile(
     r"(<!-- (table|compare|ratios|picture|facts): ([^>]*?) -->\n)(.*?)(<!-- end -->)",

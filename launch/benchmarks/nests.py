@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpidist import ReplicaContext
-from mpidist._cli.bench_command import Bench, Row, in_replicas, show_size
+from mpidist._cli.bench_command import in_replicas
+from mpidist._cli.measuring import Bench, Row, show_size
 
 Shape = tuple[int, ...]
 NESTS = ((20, 2**10), (100, 2**20))  # arrays, and bytes of each

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidist._cli import run_command
-from mpidist._cli.bench_command import show_seconds, show_size
+from mpidist._cli.measuring import show_seconds, show_size
 
 BENCHMARKS = Path(__file__).resolve().parent
 CASES = ("all_reduce", "all_gather", "merge_call", "strategy")

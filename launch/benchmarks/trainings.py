@@ -7,7 +7,7 @@ import numpy as np
 
 import mpidist
 from mpidist import elastic
-from mpidist._cli.bench_command import Bench, Row
+from mpidist._cli.measuring import Bench, Row
 
 LAYERS = (784, 256, 10)
 ROWS = 128  # of each replica

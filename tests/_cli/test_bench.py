@@ -14,8 +14,9 @@ from replicas import core_by_mpi, slow
 
 from mpidist import _cli
 from mpidist._cli import bench_command
-from mpidist._cli.bench_command import (
-    CASES,
+from mpidist._cli.bench_command import CASES
+from mpidist._cli.facts import Job, WrongResultError
+from mpidist._cli.measuring import (
     Bench,
     Row,
     Timing,
@@ -23,7 +24,6 @@ from mpidist._cli.bench_command import (
     show_seconds,
     show_size,
 )
-from mpidist._cli.facts import Job, WrongResultError
 
 TIMEOUT = 200.0
 MIB = 2**20
@@ -84,7 +84,7 @@ def test_rows_are_printed_when_they_are_measured():
     """What is printed before a job is ended by a wrong result, is there."""
     program = (
         "from mpidist import _cli\n"
-        "from mpidist._cli.bench_command import Bench\n"
+        "from mpidist._cli.measuring import Bench\n"
         "check = Bench.check\n"
         "def wrong(self, work, expected, **calls):\n"
         "    check(self, work, 'wrong' if 'KiB' in work else expected, **calls)\n"
