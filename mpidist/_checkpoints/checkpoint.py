@@ -15,8 +15,8 @@ from mpidist._base.remedies import (
 )
 from mpidist._checkpoints import contents
 from mpidist._checkpoints.items import VariableItem
-from mpidist._checkpoints.restore import Restore, unnoticed
-from mpidist._checkpoints.restoring import listed
+from mpidist._checkpoints.restore import Restore
+from mpidist._checkpoints.restoring import listed, unnoticed
 from mpidist._checkpoints.saved_objects import SavedObjects
 from mpidist._checkpoints.storage import FileFormat
 from mpidist._runtime.interruptions import tells

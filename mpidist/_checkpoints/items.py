@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from mpidist._base import backend, nest, state_json
+from mpidist._base import backend, checksums, nest, state_json
 from mpidist._base.state_json import Json, Packed, State
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
-from mpidist._values.variable import Variable
+from mpidist._values.variable import Variable, storage_of
 
 _MOST_LINES: Final = 5
 
@@ -39,6 +39,10 @@ class Item:
         """Return those of the names in a checkpoint that are of this item."""
         return [self.name] if self.name in names else []
 
+    def is_changed(self) -> bool:
+        """Return whether the program may have changed it since it was made."""
+        return False
+
 
 @dataclasses.dataclass(eq=False)
 class VariableItem(Item):
@@ -56,6 +60,10 @@ class VariableItem(Item):
     def on_read(self) -> bool:
         """Whether each replica has its own value."""
         return self.variable.synchronization is VariableSynchronization.ON_READ
+
+    def is_changed(self) -> bool:
+        storage = storage_of(self.variable)
+        return storage.first != checksums.summarize(storage.array)
 
     def check(self) -> None:
         """Raise a ValueError if the variable does not have a single value."""
@@ -94,6 +102,9 @@ class StateItem(Item):
 
     def __str__(self) -> str:
         return f"{self.name!r}: state of {self.kind}"
+
+    def is_changed(self) -> bool:
+        return not self.is_optional or self.get() is not None  # an assigned rate
 
     def pack(self, call: str = "Checkpoint") -> Packed:
         """Return the state as JSON and arrays; these may share the object's memory."""

@@ -23,59 +23,30 @@ import gc
 import itertools
 import operator
 import weakref
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Final
-
-import numpy as np
 
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import checksums
 from mpidist._base.errors import warn_caller
-from mpidist._base.types import DType, HostArray, Shape, record
+from mpidist._base.types import HostArray
 from mpidist._checkpoints import contents, restoring
 from mpidist._checkpoints.collective_call import CollectiveCall
-from mpidist._checkpoints.exchange import Values, differing_generators
+from mpidist._checkpoints.exchange import differing_generators
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
-from mpidist._checkpoints.manifest import Manifest
-from mpidist._checkpoints.restoring import listed, problem_of, unfit
-from mpidist._checkpoints.storage import CheckpointReader, manifest_of, read_arrays
+from mpidist._checkpoints.restoring import Found, find, listed, unnoticed
+from mpidist._checkpoints.storage import CheckpointReader
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.interruptions import tells
 from mpidist._values.storage import VariableStorage
-from mpidist._values.variable import Variable, storage_of, when_made
+from mpidist._values.variable import storage_of, when_made
 
 _numbers: Final = itertools.count(1)
 _all: Final[weakref.WeakValueDictionary[int, Restore]] = weakref.WeakValueDictionary()
 # The groups that have had restores which left something. Whether one is still there
 # depends on each rank's garbage collector, so no collective call may depend on it.
 _groups: Final[weakref.WeakSet[ReplicaGroup]] = weakref.WeakSet()
-
-
-@record
-class Found:
-    """What a checkpoint has of some items: rank 0 sends it to all.
-
-    Attributes:
-        names: those of the items.
-        states: their states.
-        kinds: the dtypes and shapes of their arrays.
-        replicas: the number of replicas that saved it.
-        left: the names of what only the checkpoint has.
-    """
-
-    names: list[str]
-    states: Values
-    kinds: Mapping[str, tuple[DType, Shape]]
-    replicas: int
-    left: list[str]
 
 
 class Restore:
@@ -141,7 +112,8 @@ class Restore:
                 self._reader = CheckpointReader(source)
             if self._reader is None:
                 return None
-            return self._find(call, items, self._reader, arrays)
+            reader = self._reader
+            return find(call, items, reader, arrays, self._partial, self._outer)
 
         with call.guard.span(call.name):
             found = call.on_rank_0(look)
@@ -176,74 +148,6 @@ class Restore:
             return [x.name for x in restored.values() if not isinstance(x, LaterItem)]
 
         return put
-
-    def _find(
-        self,
-        call: CollectiveCall,
-        items: Sequence[Item],
-        reader: CheckpointReader,
-        arrays: dict[str, HostArray],
-    ) -> Found:
-        """Return what the checkpoint has of some items, and read their arrays.
-
-        The slots of an optimizer that was saved before it was built are to be zero.
-
-        Raises:
-            CheckpointError: if it is damaged; if it does not fit, with a list of all
-                that does not.
-        """
-        manifest = manifest_of(reader)
-        saved = dict.fromkeys([*manifest.arrays, *manifest.states])
-        own = {item.name: item.names_in(saved) for item in items}
-        zero = _slots_not_saved(items, saved, own)
-        found = [x for x in items if own[x.name] or x.name in zero]
-        # A state that is an array itself has an array of its own name.
-        parts = {*manifest.of_states(manifest.states)}.difference(manifest.states)
-        known = parts.union(*own.values())
-        left = [name for name in saved if name not in known]
-        self._require_fit(call, reader, items, found, left)
-        states = {
-            x.name: manifest.states[x.name] for x in found if isinstance(x, StateItem)
-        }
-        names = itertools.chain(*(x.names_in(manifest.arrays) for x in found))
-        needed = dict.fromkeys([*names, *manifest.of_states(states)])
-        arrays |= read_arrays(reader, needed)
-        for name, variable in zero.items():
-            arrays[name] = np.zeros(variable.shape, variable.dtype)
-        kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
-        return Found([x.name for x in found], states, kinds, manifest.replicas, left)
-
-    def _require_fit(
-        self,
-        call: CollectiveCall,
-        reader: CheckpointReader,
-        items: Sequence[Item],
-        found: Sequence[Item],
-        left: list[str],
-    ) -> None:
-        """Raise a CheckpointError with a list of what does not fit, if anything."""
-        lines = [problem for x in found if (problem := problem_of(x, reader))]
-        hint = ""
-        if not self._accepts_parts(items, manifest_of(reader)):
-            given = {x.name for x in found}
-            missing = [
-                x.name for x in items if x.name not in given and not x.is_optional
-            ]
-            if missing:
-                lines.append(f"missing in the checkpoint: {listed(missing)}")
-            if left:
-                lines.append(f"only in the checkpoint: {listed(left)}")
-            if self._partial:
-                hint = "Nothing of it is among the objects, whatever `partial` says. "
-            elif missing or left:
-                hint = "Write `partial=True` to restore what both have, now or later. "
-        if lines:
-            raise unfit(call, f" {reader.path!r}", lines, hint)
-
-    def _accepts_parts(self, items: Sequence[Item], manifest: Manifest) -> bool:
-        """Return whether not all needs to be in both, as long as something is."""
-        saved = [*manifest.arrays, *manifest.states]
-        return self._partial and (not items or any(map(self._outer, saved)))
 
     def _begin(self, left: list[str]) -> None:
         """Note what was left; earlier restores leave to this one what it has."""
@@ -341,7 +245,7 @@ class Restore:
             call = CollectiveCall(group, "Checkpoint.restore")
             call.agree(f" of {{{', '.join(map(str, items))}}}, attached after it")
             names = self.take(items)
-            changed = not is_assigned and any(map(is_changed, items))
+            changed = not is_assigned and any(x.is_changed() for x in items)
             call.guard.agree_on(Call(f"{call.name}, looking"), largest=changed)
             if call.guard.largest:
                 self._tell(items)
@@ -423,49 +327,11 @@ class Restore:
         self.warn()
 
 
-def _slots_not_saved(
-    items: Sequence[Item],
-    saved: Mapping[str, object],
-    names: Mapping[str, Collection[str]],
-) -> dict[str, Variable]:
-    """Return the slots, by name, of optimizers that were saved before they were built.
-
-    Args:
-        items: those that are restored.
-        saved: what the checkpoint has, by name.
-        names: those in the checkpoint of each item.
-    """
-    slots = [x for x in items if isinstance(x, VariableItem) and x.count]
-    built = {slot.count for slot in slots if names[slot.name]}
-    return {
-        x.name: x.variable for x in slots if x.count in saved and x.count not in built
-    }
-
-
-def unnoticed(names: list[str]) -> str:
-    """Return a message about objects that were attached unnoticed."""
-    return (
-        f"not restored, although in the checkpoint: {listed(names)}; attached after "
-        "the restore, to a list, a dict or another object that tells nothing, or a "
-        "pytree. Write `checkpoint.restore(path, partial=True)` once more, after that"
-    )
-
-
 def _reference(x: object) -> Callable[[], object]:
     try:
         return weakref.ref(x)
     except TypeError:  # a generator of NumPy
         return lambda: x
-
-
-def is_changed(item: Item) -> bool:
-    """Return whether the program may have changed an item since it was made."""
-    if isinstance(item, VariableItem):
-        storage = storage_of(item.variable)
-        return storage.first != checksums.summarize(storage.array)
-    if isinstance(item, StateItem):
-        return not item.is_optional or item.get() is not None  # an assigned rate
-    return False  # it has no variables yet
 
 
 def warn_of(objects: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Restoring: whether a checkpoint fits, which state each rank gets, and setting it.
+"""Restoring: whether a checkpoint fits, what it has, which state each rank gets.
 
 Rank 0 sends the arrays, and every rank has them all, on its device, before anything
 changes, so that no rank can lack the memory later. Then come the states, because a
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,7 +23,7 @@ from mpidist._base import backend, state_json
 from mpidist._base.errors import CheckpointError, CollectiveError
 from mpidist._base.names import listed as listed_in_short
 from mpidist._base.state_json import Json, State, host_copy
-from mpidist._base.types import DType, HostArray, Shape
+from mpidist._base.types import DType, HostArray, Shape, record
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import Values
 from mpidist._checkpoints.items import (
@@ -34,10 +35,19 @@ from mpidist._checkpoints.items import (
     first_state,
 )
 from mpidist._checkpoints.manifest import malformed
-from mpidist._checkpoints.storage import CheckpointReader, manifest_of
-from mpidist._values.variable import storage_of
+from mpidist._checkpoints.storage import CheckpointReader, manifest_of, read_arrays
+from mpidist._values.variable import Variable, storage_of
 
 listed: Final = functools.partial(listed_in_short, most=20)
+
+
+def unnoticed(names: list[str]) -> str:
+    """Return a message about objects that were attached unnoticed."""
+    return (
+        f"not restored, although in the checkpoint: {listed(names)}; attached after "
+        "the restore, to a list, a dict or another object that tells nothing, or a "
+        "pytree. Write `checkpoint.restore(path, partial=True)` once more, after that"
+    )
 
 
 # --- does it fit? -------------------------------------------------------------------
@@ -72,6 +82,108 @@ def problem_of(item: Item, reader: CheckpointReader) -> str:
     if (dtype, shape) == (part.dtype, part.shape):
         return ""
     return f"{item.name!r}: expected {dtype} {shape}, got {part.dtype} {part.shape}"
+
+
+# --- what it has --------------------------------------------------------------------
+
+
+@record
+class Found:
+    """What a checkpoint has of some items: rank 0 sends it to all.
+
+    Attributes:
+        names: those of the items.
+        states: their states.
+        kinds: the dtypes and shapes of their arrays.
+        replicas: the number of replicas that saved it.
+        left: the names of what only the checkpoint has.
+    """
+
+    names: list[str]
+    states: Values
+    kinds: Mapping[str, tuple[DType, Shape]]
+    replicas: int
+    left: list[str]
+
+
+def find(
+    call: CollectiveCall,
+    items: Sequence[Item],
+    reader: CheckpointReader,
+    arrays: dict[str, HostArray],
+    partial: bool,
+    outer: Callable[[str], str | None],
+) -> Found:
+    """Return what the checkpoint has of some items, and read their arrays.
+
+    On rank 0. The slots of an optimizer that was saved before it was built are to be
+    zero.
+
+    Args:
+        call: the call that restores them.
+        items: they.
+        reader: the checkpoint.
+        arrays: gets their arrays.
+        partial: whether something may be missing on either side.
+        outer: returns which of the objects has an item in the checkpoint, or None.
+
+    Raises:
+        CheckpointError: if it is damaged; if it does not fit, with a list of all
+            that does not.
+    """
+    manifest = manifest_of(reader)
+    saved = dict.fromkeys([*manifest.arrays, *manifest.states])
+    own = {item.name: item.names_in(saved) for item in items}
+    zero = _slots_not_saved(items, saved, own)
+    found = [x for x in items if own[x.name] or x.name in zero]
+    # A state that is an array itself has an array of its own name.
+    parts = {*manifest.of_states(manifest.states)}.difference(manifest.states)
+    known = parts.union(*own.values())
+    left = [name for name in saved if name not in known]
+    lines, hint = [problem for x in found if (problem := problem_of(x, reader))], ""
+    # With `partial`, too, something has to be in both.
+    if not partial or (items and not any(map(outer, saved))):
+        given = {x.name for x in found}
+        missing = [x.name for x in items if x.name not in given and not x.is_optional]
+        if missing:
+            lines.append(f"missing in the checkpoint: {listed(missing)}")
+        if left:
+            lines.append(f"only in the checkpoint: {listed(left)}")
+        if partial:
+            hint = "Nothing of it is among the objects, whatever `partial` says. "
+        elif missing or left:
+            hint = "Write `partial=True` to restore what both have, now or later. "
+    if lines:
+        raise unfit(call, f" {reader.path!r}", lines, hint)
+    states = {
+        x.name: manifest.states[x.name] for x in found if isinstance(x, StateItem)
+    }
+    names = itertools.chain(*(x.names_in(manifest.arrays) for x in found))
+    needed = dict.fromkeys([*names, *manifest.of_states(states)])
+    arrays |= read_arrays(reader, needed)
+    for name, variable in zero.items():
+        arrays[name] = np.zeros(variable.shape, variable.dtype)
+    kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+    return Found([x.name for x in found], states, kinds, manifest.replicas, left)
+
+
+def _slots_not_saved(
+    items: Sequence[Item],
+    saved: Mapping[str, object],
+    names: Mapping[str, Collection[str]],
+) -> dict[str, Variable]:
+    """Return the slots, by name, of optimizers that were saved before they were built.
+
+    Args:
+        items: those that are restored.
+        saved: what the checkpoint has, by name.
+        names: those in the checkpoint of each item.
+    """
+    slots = [x for x in items if isinstance(x, VariableItem) and x.count]
+    built = {slot.count for slot in slots if names[slot.name]}
+    return {
+        x.name: x.variable for x in slots if x.count in saved and x.count not in built
+    }
 
 
 # --- which state each rank gets -----------------------------------------------------
