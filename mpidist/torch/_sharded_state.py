@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from mpidist._base.partition import Partition
 from mpidist.torch._optimizer import DistributedOptimizer
 
 # Their steps treat each element by itself, so that a parameter may be cut.
@@ -56,6 +57,26 @@ class Part:
         gradient = self.parameter.grad
         self.tensor.data = self.parameter.detach().view(-1)[here]
         self.tensor.grad = None if gradient is None else gradient.reshape(-1)[here]
+
+
+class Sequence(NamedTuple):
+    """Parameters that are divided together, in the order of the partition."""
+
+    parameters: list[torch.Tensor]
+    partition: Partition
+
+    def elements_of(self, rank: int) -> torch.Tensor:
+        """Return the elements that a rank has."""
+        pieces = [
+            self.parameters[place].detach().reshape(-1)[start:stop]
+            for place, start, stop in self.partition.pieces(rank)
+        ]
+        return torch.cat(pieces or [self.parameters[0].new_empty(0)]).detach()
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Set the parameters to all elements."""
+        for p, start in zip(self.parameters, self.partition.starts, strict=False):
+            p.copy_(flat[start : start + p.numel()].view(p.shape))
 
 
 class Entry(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,7 +25,6 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, partition
 from mpidist._base.errors import OutOfSyncError, on_rank
 from mpidist._base.fingerprint import fingerprint_of
-from mpidist._base.partition import Partition
 from mpidist._base.remedies import explain_attributes, explain_keywords
 from mpidist._checkpoints import guest_items
 from mpidist._runtime.group import ReplicaGroup
@@ -36,6 +35,7 @@ from mpidist.torch._gradients import is_stepped
 from mpidist.torch._sharded_state import (
     ELEMENTWISE,
     Part,
+    Sequence,
     check_class,
     cut,
     pack,
@@ -43,13 +43,6 @@ from mpidist.torch._sharded_state import (
     text_of_settings,
     unpack,
 )
-
-
-class _Sequence(NamedTuple):
-    """Parameters that are divided together, in the order of the partition."""
-
-    parameters: list[torch.Tensor]
-    partition: Partition
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -122,7 +115,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._strategy: Strategy = group.strategy
         self._rank, self._ranks = group.replica_id, group.num_replicas
         self._loads = [0] * self._ranks
-        self._sequences: list[_Sequence] = []
+        self._sequences: list[Sequence] = []
         self._parts: list[list[Part]] = []
         self._checked = self._ranks == 1
         with group.guard.checking(call):
@@ -311,7 +304,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             else partition.by_load(sizes, self._loads)
         )
         members = [members[i] for i in divided.order]
-        self._sequences.append(_Sequence([p for _, _, p in members], divided))
+        self._sequences.append(Sequence([p for _, _, p in members], divided))
         for piece in divided.pieces(self._rank):
             index, number, p = members[piece.place]
             tensor = p
@@ -336,24 +329,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _own_elements(self) -> dict[str, torch.Tensor]:
         """Return this rank's elements of the sequences that may have changed."""
-        own = {}
-        for i, (parameters, divided) in enumerate(self._sequences):
-            if not any(map(is_stepped, parameters)):
-                continue
-            pieces = [
-                parameters[place].detach().reshape(-1)[start:stop]
-                for place, start, stop in divided.pieces(self._rank)
-            ]
-            own[str(i)] = torch.cat(pieces or [parameters[0].new_empty(0)]).detach()
-        return own
+        return {
+            str(i): sequence.elements_of(self._rank)
+            for i, sequence in enumerate(self._sequences)
+            if any(map(is_stepped, sequence.parameters))
+        }
 
     def _put(self, gathered: Mapping[str, torch.Tensor]) -> None:
         """Set the parameters to what the ranks have made of them."""
         with torch.no_grad():
             for key, flat in gathered.items():
-                parameters, divided = self._sequences[int(key)]
-                for p, start in zip(parameters, divided.starts, strict=False):
-                    p.copy_(flat[start : start + p.numel()].view(p.shape))
+                self._sequences[int(key)].put(flat)
 
     # --- the local optimizer ----------------------------------------------------
 
