@@ -26,17 +26,17 @@ from mpidist._base.variable_enums import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
 )
-from mpidist._losses import (
-    compute_average_loss as compute_average_loss,
-    global_batch_size as global_batch_size,
-    scale_regularization_loss as scale_regularization_loss,
-)
 from mpidist._runtime.context import (
     has_strategy as has_strategy,
     in_cross_replica_context as in_cross_replica_context,
     variable_sync_on_read_context as variable_sync_on_read_context,
 )
 from mpidist._runtime.timelines import timeline as timeline
+from mpidist._strategy.average_loss import (
+    compute_average_loss as compute_average_loss,
+    global_batch_size as global_batch_size,
+    scale_regularization_loss as scale_regularization_loss,
+)
 from mpidist._strategy.contexts import MultiStepContext as MultiStepContext
 from mpidist._strategy.cross_device_ops import (
     CollectiveAllReduce as CollectiveAllReduce,

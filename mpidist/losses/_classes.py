@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
-from mpidist._losses import own_array, row_factors
 from mpidist._runtime import context
+from mpidist._strategy.average_loss import own_array, row_factors
 from mpidist.losses._functions import (
     Pair,
     binary_crossentropy,

@@ -11,7 +11,7 @@ from mpidist._base import backend, guests
 from mpidist._base.expect import expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import Nest
-from mpidist._losses import expect_real, like, own_array
+from mpidist._strategy.average_loss import expect_real, like, own_array
 
 _EPSILON = 1e-7
 
