@@ -87,6 +87,7 @@ class Guard(CallState):
     blocked: bool
     sequence: int
     mover: int
+    deserted: BaseException | None
 
     def __init__(
         self,
