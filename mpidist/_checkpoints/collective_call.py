@@ -20,14 +20,17 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from threading import Thread
 from typing import Final, TypeVar
 
 from mpidist._agreement import mismatch
+from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import threads
 from mpidist._base.errors import CheckpointError, as_told
 from mpidist._collectives.collectives import Collectives
+from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._runtime import context, process_exit
 from mpidist._runtime.group import ReplicaGroup
 
@@ -42,8 +45,8 @@ class CollectiveCall:
         self.group = group
         self.name = name
         self.collectives: Collectives = group.collectives
-        self.comm = self.collectives.comm
-        self.guard = self.collectives.guard
+        self.comm: AnyCommunicator = self.collectives.comm
+        self.guard: Guard = self.collectives.guard
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
 
@@ -176,7 +179,7 @@ class Write:
                 self._error = error
 
         # No daemon: Python waits for it before it ends.
-        self.thread = threads.start_thread("checkpoint", run, daemon=False)
+        self.thread: Thread = threads.start_thread("checkpoint", run, daemon=False)
         _last.get()[:] = [self.thread]
         process_exit.before_end(self.finish)
 

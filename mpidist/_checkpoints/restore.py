@@ -76,7 +76,8 @@ class Restore:
         ``root`` returns the `SavedObjects`; None when it is gone.
         """
         self.names: set[str] = set()  # first, since `__del__` asks for it
-        self.objects, self._path, self._partial = objects, path, partial
+        self.objects: MutableMapping[str, Any] = objects
+        self._path, self._partial = path, partial
         self.group: ReplicaGroup = group
         self.number: int = next(_numbers)
         self.saved: set[str] = set()

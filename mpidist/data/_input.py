@@ -77,41 +77,38 @@ def dump_spec(block: RowBlock | None) -> bytes:
         return file.getvalue()
 
 
+@dataclasses.dataclass(eq=False)
 class Input:
     """The input of all replicas: what this rank reads, and what all know of it.
 
-    Args:
+    Attributes:
         group: the group of the strategy.
         stage: the input that this rank reads.
         policy: how global batches are split; None for inputs from a function.
         to_device: whether arrays are moved to the replica's device.
-
-    Attributes:
+        iterations: so far: the number of the next one.
+        number: of the dataset, the same on all ranks.
         is_own: whether each rank has its own input: rows of ranks differ.
         checked: whether global batches are compared.
         empty: elements without rows, once all ranks know what they are like.
         varies: whether the shapes of rows are compared.
         batch_size: the rows of a full batch; None if not known (yet).
-        iterations: so far: the number of the next one.
-        number: of the dataset, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        group: ReplicaGroup,
-        stage: Stage,
-        policy: AutoShardPolicy | None,
-        to_device: bool,
-    ) -> None:
-        self.group, self.stage, self.policy = group, stage, policy
-        self._to_device = to_device
-        self.is_own = policy in (None, AutoShardPolicy.FILE)
-        self.checked = bool(stage.whole) and debugging() and not self.is_own
-        self.empty = None if policy is None else empty_of(stage.spec())
-        self.varies = self.empty is None and not (self.is_own or self.checked)
-        self.batch_size = stage.batch_size
-        self.iterations = 0
-        self.number = 0
+    group: ReplicaGroup
+    stage: Stage
+    policy: AutoShardPolicy | None
+    to_device: bool
+    iterations: int = 0
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        stage, policy = self.stage, self.policy
+        self.is_own: bool = policy in (None, AutoShardPolicy.FILE)
+        self.checked: bool = bool(stage.whole) and debugging() and not self.is_own
+        self.empty: RowBlock | None = None if policy is None else empty_of(stage.spec())
+        self.varies: bool = self.empty is None and not (self.is_own or self.checked)
+        self.batch_size: int | None = stage.batch_size
 
     @property
     def text(self) -> str:
@@ -178,7 +175,7 @@ class Input:
     def _place(self, leaf: Array) -> Array:
         """Return an array on the device where it belongs."""
         device = self.group.device
-        if not self._to_device or device.kind == "cpu" or backend.is_device_array(leaf):
+        if not self.to_device or device.kind == "cpu" or backend.is_device_array(leaf):
             return leaf
         if leaf.dtype.kind not in "biufcV":
             return leaf  # of strings, for example: a GPU cannot hold it
