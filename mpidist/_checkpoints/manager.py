@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
+from mpidist._agreement.mismatch import Call
+from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import threads
 from mpidist._base.errors import CheckpointError, warn_caller
 from mpidist._base.expect import as_int, as_path, expect
@@ -294,8 +296,14 @@ class CheckpointManager:
                 f"{name}: all checkpoints in {self._directory!r} are damaged, as the "
                 "warnings of rank 0 say; remove them to begin anew"
             )
-        if self._init_fn is not None:
-            self._init_fn()
+        init_fn, guard = self._init_fn, self._objects.group.guard
+
+        def initialize(section: SectionResult) -> None:
+            section.kind = "raised"
+            if init_fn is not None:
+                init_fn()
+
+        run_section(guard, Call(f"the end of {name}"), initialize)
         return None
 
 

@@ -180,6 +180,8 @@ class DistributedDataset:
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold all elements into one value. Collective.
 
+        If the function raises on one rank, all ranks raise.
+
         Args:
             initial_state: the first state.
             reduce_func: a function of the state and an element that returns the next
@@ -189,13 +191,18 @@ class DistributedDataset:
         Returns:
             The last state.
         """
-        group = self._input.group
-        context.require_program_level(group, "DistributedDataset.reduce")
-        state = initial_state
-        for element in self:
-            with context.scope(group):
-                state = reduce_func(state, element)
-        return state
+        group, call = self._input.group, "DistributedDataset.reduce"
+        context.require_program_level(group, call)
+
+        def fold(section: SectionResult) -> Any:
+            section.kind = "raised"
+            state = initial_state
+            for element in self:
+                with context.scope(group):
+                    state = reduce_func(state, element)
+            return state
+
+        return run_section(group.guard, Call(f"the end of {call}"), fold)
 
     def describe(self) -> None:
         """Print on rank 0 what each replica reads, to check before a long run.

@@ -272,5 +272,6 @@ def cross_entropy(y: Pair, log: Any) -> Any:
 
 
 def smooth(y: Pair, label_smoothing: float, n: int) -> Pair:
-    true = y.true * (1 - label_smoothing) + label_smoothing / n
-    return y._replace(true=true) if label_smoothing else y
+    if not label_smoothing or not n:
+        return y
+    return y._replace(true=y.true * (1 - label_smoothing) + label_smoothing / n)

@@ -108,6 +108,7 @@ class Metric:
         expect(fits, call, what, initializer, hint, error=ValueError)
         made = Variable(
             np.zeros(shape, dtype),
+            shape=shape,  # which the ranks compare
             name=f"{self.name}/{name or len(self._weights)}",
             synchronization="ON_READ",
             aggregation="SUM",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of 1d, 2d and 3d
 
+from mpidist._base.expect import expect
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import group_of_call
@@ -34,6 +35,8 @@ class SyncBatchNorm(_BatchNorm):
             of the module, by ``copy.deepcopy`` or pickle, uses the default.
 
     Raises:
+        TypeError: at a forward pass, for input that is no tensor of floating-point
+            numbers.
         ValueError: at a forward pass, for input with fewer than two axes, and for one
             value per channel on all ranks together.
         CollectiveMismatchError: if dtypes or numbers of channels differ between ranks.
@@ -136,6 +139,8 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
+        is_floating = isinstance(input, torch.Tensor) and input.is_floating_point()
+        expect(is_floating, _CALL, "a tensor of floating-point numbers", input)
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(
                 f"{_CALL}: expected input of shape (rows, {self.num_features}, ...), "

@@ -80,6 +80,8 @@ def broadcast_parameters(
     group = group_of_call(strategy, call)
     with group.guard.checking(call):
         tensors = tensors_of(module, call)
+        for tensor in tensors.values():
+            _check_written(tensor, call)
         check_root(root, group, call)
     received = group.collectives.broadcast(tensors, root, call=f"{call} from {root}")
     with torch.no_grad():
@@ -104,13 +106,16 @@ def broadcast_optimizer_state(
     Raises:
         TypeError: if it is not an optimizer, or a `ZeroRedundancyOptimizer`.
         ValueError: if the numbers of parameters in the groups differ from rank 0's.
+        CollectiveMismatchError: if the optimizers are of different classes.
         RuntimeError: if no strategy is active.
     """
     call = "mpidist.torch.broadcast_optimizer_state"
     group = group_of_call(strategy, call)
 
-    if getattr(optimizer, "state_is_collective", False):
-        with group.guard.checking(call):
+    with group.guard.checking(call):
+        is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+        expect(is_optimizer, call, "a `torch.optim.Optimizer`", optimizer)
+        if getattr(optimizer, "state_is_collective", False):
             raise TypeError(
                 f"{call}: the state of a ZeroRedundancyOptimizer is on all ranks; "
                 "write `optimizer.load_state_dict(state)` on all ranks, each takes its "
@@ -118,12 +123,11 @@ def broadcast_optimizer_state(
             )
 
     def state() -> list[Nest]:
-        is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
-        expect(is_optimizer, call, "a `torch.optim.Optimizer`", optimizer)
         leaves, structure = nest.flatten(optimizer.state_dict())
         return [structure.unflatten(range(len(leaves))), *leaves]
 
-    numbered, *leaves = group.collectives.share(state, call)
+    text = f"{call} of {type(optimizer).__name__}"
+    numbered, *leaves = group.collectives.share(state, text)
     with group.guard.checking(call):
         if group.replica_id != 0:
             state_dict = nest.map_structure(lambda i: leaves[i], numbered)
@@ -270,14 +274,19 @@ def all_reduce(
     return tensors
 
 
+def _check_written(tensor: torch.Tensor, call: str) -> None:
+    """Raise a TypeError for a tensor to which torch would refuse to write, too late."""
+    if tensor.layout is torch.strided:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        own = all(n < 2 or step for n, step in steps)
+        expect(own, call, "a tensor that is not expanded", tensor, _WRITE_CLONE)
+
+
 def _check_replaced(leaf: Nest, op: ReduceOp, call: str) -> None:
     """Raise a TypeError unless a leaf is a tensor that can hold the result."""
     is_tensor = guests.kind_of(leaf) == "torch"
     expect(is_tensor, call, "tensors", leaf, "write `torch.as_tensor(x)`")
-    # torch refuses to write to it, which is too late after the reduction.
-    steps = zip(leaf.shape, leaf.stride(), strict=True)
-    own = all(n < 2 or step for n, step in steps)
-    expect(own, call, "a tensor that is not expanded", leaf, _WRITE_CLONE)
+    _check_written(leaf, call)
     if op is ReduceOp.MEAN and not leaf.dtype.is_floating_point:
         fits = leaf.dtype.is_complex
         hint = "whose mean is no integer; write `x.float()`"

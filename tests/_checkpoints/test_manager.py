@@ -98,6 +98,25 @@ def test_the_manager_finds_the_newest_whole_one(strategy, folder, rank):
 
 @pytest.mark.mpi
 @pytest.mark.one_size
+def test_an_init_fn_that_raises(strategy, folder, rank):
+    step = variable(strategy, 0)
+
+    def begin():
+        step.assign(3)
+        if rank == 1:
+            raise FileNotFoundError("no weights")
+
+    manager = mpidist.CheckpointManager(
+        mpidist.Checkpoint(step=step), folder, init_fn=begin
+    )
+    error = FileNotFoundError if rank == 1 else mpidist.ReplicaError
+    with pytest.raises(error, match="no weights"):
+        manager.restore_or_initialize()
+    assert step.assign_add(1).numpy() == 4
+
+
+@pytest.mark.mpi
+@pytest.mark.one_size
 def test_training_does_not_begin_anew_if_all_are_damaged(strategy, folder, rank):
     checkpoint, begun = mpidist.Checkpoint(step=variable(strategy, 0)), []
 

@@ -414,6 +414,21 @@ def test_a_function_that_raises(from_function, rank):
         from_function(dataset_fn)
 
 
+def test_a_function_of_reduce_that_raises(new_strategy, rank, size):
+    strategy = new_strategy()
+    batches = strategy.experimental_distribute_dataset(Dataset.range(8).batch(4))
+
+    def count(state, element):
+        if rank == 0 and state == 1:
+            raise FileNotFoundError("no weights")
+        return state + strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) / size
+
+    error = FileNotFoundError if rank == 0 else mpidist.ReplicaError
+    with pytest.raises(error, match="no weights"):
+        batches.reduce(0, count)
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == size
+
+
 @pytest.mark.mpi(min_size=2)
 @core
 @pytest.mark.parametrize(

@@ -207,6 +207,15 @@ def test_an_error_on_one_rank_is_one_on_all(strategy):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_metric_of_another_size_on_one_replica(strategy, rank):
+    def make():
+        with strategy.scope():
+            return mpidist.metrics.MeanIoU(2 + (rank == 1))
+
+    raises_everywhere(mpidist.CollectiveMismatchError, make, "shape=(3, 3)")
+
+
+@pytest.mark.mpi(min_size=2)
 def test_values_that_differ_change_nothing(strategy, rank):
     with strategy.scope():
         mean = mpidist.metrics.Mean()

@@ -166,6 +166,10 @@ def test_what_is_refused(strategy, rank, torch, norm):
     module = norm(3, strategy=strategy)
     wrong = raises_everywhere(ValueError, lambda: module(torch.zeros(4, 3 + rank)))
     assert all("expected input of shape (rows, 3, ...)" in text for text in wrong)
+    numbers = torch.zeros(4, 3).to(torch.int64 if rank else torch.float32)
+    for given in (numbers, None if rank else numbers):
+        text = raises_everywhere(TypeError, lambda given=given: module(given))[0]
+        assert "SyncBatchNorm: expected a tensor of floating-point numbers" in text
     single = raises_everywhere(ValueError, lambda: module(torch.zeros(1 - rank, 3)))
     assert all("more than 1 value per channel" in text for text in single)
     other = norm(3 + rank, strategy=strategy)

@@ -370,10 +370,13 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
         )
         assert f'write "{name}"' in texts[0]
     expanded = torch.ones(1).expand(2) if rank else torch.ones(2)
-    texts = raises_everywhere(
-        TypeError, lambda: mt.all_reduce(expanded, "SUM", strategy=strategy)
-    )
-    assert "write `x.clone()`" in texts[1]
+    sparse = torch.ones(1, 2).to_sparse() if rank else torch.ones(2)
+    for call, line in (
+        (lambda: mt.all_reduce(expanded, "SUM", strategy=strategy), "x.clone()"),
+        (lambda: mt.broadcast_parameters({"x": expanded}, strategy=strategy), "clone"),
+        (lambda: mt.all_reduce(sparse, "SUM", strategy=strategy), "x.to_dense()"),
+    ):
+        assert line in raises_everywhere(TypeError, call)[1]
     with torch.inference_mode():
         loss = torch.ones(2) + rank
     assert mt.all_reduce(loss, "SUM", strategy=strategy).tolist() == [3, 3]
@@ -604,6 +607,14 @@ def test_the_state_of_an_optimizer_in_another_layout(strategy, rank, torch, mt):
         adam.step()
     mt.broadcast_optimizer_state(adam, strategy=strategy)
     assert adam.state[conv.weight]["exp_avg"].stride() == conv.weight.stride()
+    other = torch.optim.SGD(conv.parameters()) if rank else adam
+    for given, error in (
+        (other, mpidist.CollectiveMismatchError),
+        (None if rank else adam, TypeError),
+    ):
+        raises_everywhere(
+            error, lambda x=given: mt.broadcast_optimizer_state(x, strategy=strategy)
+        )
 
 
 def make_counting(torch):
