@@ -29,14 +29,7 @@ from mpidist._collectives.compression import Compression
 from mpidist._collectives.core_routes import on_node
 from mpidist._collectives.hierarchical_route import hierarchical
 from mpidist._collectives.observed import ObservedPlan
-from mpidist._collectives.plan import (
-    Key,
-    Leaf,
-    Plan,
-    PlanCache,
-    QuickCalls,
-    Signature,
-)
+from mpidist._collectives.plan import Key, Leaf, Plan, PlanCache, QuickCalls, Signature
 from mpidist._collectives.resources import UNCOMPRESSED, Resources
 from mpidist._collectives.staged_route import staged
 
@@ -73,10 +66,7 @@ class Plans:
     """
 
     def __init__(
-        self,
-        resources: Resources,
-        cache: PlanCache,
-        all_gather: Callable[..., Nest],
+        self, resources: Resources, cache: PlanCache, all_gather: Callable[..., Nest]
     ) -> None:
         self._resources = resources
         self.cache = cache

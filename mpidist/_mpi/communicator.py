@@ -38,12 +38,7 @@ from mpidist._mpi.any_communicator import (
     MESSAGE_BYTES,
     AnyCommunicator as AnyCommunicator,
 )
-from mpidist._mpi.buffers import (
-    Buffer,
-    BufferCollectives,
-    BufferReduction,
-    split,
-)
+from mpidist._mpi.buffers import Buffer, BufferCollectives, BufferReduction, split
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
 from mpidist._mpi.requests import Begun, Request, StartHeader, Transfer, Waiter

@@ -74,9 +74,11 @@ class Optimizer:
     number of rows in the whole step (`mpidist.compute_average_loss`,
     `mpidist.global_batch_size`).
 
-    Create an optimizer on all ranks, inside or outside a scope. It belongs to the
-    strategy of the first variables passed to it. Its state consists of mirrored
-    variables: `iterations` and, next to each variable, its slots.
+    Create an optimizer on all ranks, inside or outside a scope. Inside ``merge_fn``,
+    which only rank 0 runs, it is a RuntimeError; invalid arguments are a TypeError or a
+    ValueError. It belongs to the strategy of the first variables passed to it. Its
+    state consists of mirrored variables: `iterations` and, next to each variable, its
+    slots.
 
     With ``shard_state=True`` (ZeRO-1, Rajbhandari et al. 2020,
     https://arxiv.org/abs/1910.02054) the slots are divided among the ranks: the

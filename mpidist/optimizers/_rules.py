@@ -77,7 +77,6 @@ class SGD(Optimizer):
         shard_state: bool = False,
         name: str | None = None,
     ) -> None:
-        """Check the settings, without communication."""
         if nesterov and not momentum:
             raise ValueError("SGD: nesterov=True needs a `momentum` above 0")
         weight_decay = weight_decay or 0.0
@@ -129,16 +128,11 @@ class Adam(Optimizer):
     learning rate instead, so its epsilon has more effect in the first steps.
 
     Args:
-        learning_rate: a number, or a function of the step (from 0) or of nothing.
         beta_1: decay of the first moment, at least 0 and less than 1.
         beta_2: decay of the second moment, at least 0 and less than 1.
         epsilon: added to the divisor. (torch's default is 1e-8.)
-        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
+        learning_rate, clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
         name: default "adam".
-
-    Raises:
-        TypeError, ValueError: for invalid arguments.
-        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
 
     Example::
 
@@ -167,7 +161,6 @@ class Adam(Optimizer):
         shard_state: bool = False,
         name: str | None = None,
     ) -> None:
-        """Check the settings, without communication."""
         Optimizer.__init__(**locals())
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
@@ -212,18 +205,11 @@ class AdamW(Adam):
     form of ``torch.optim.AdamW`` and Keras, where the learning rate scales the decay.
 
     Args:
-        learning_rate: a number, or a function of the step (from 0) or of nothing.
         weight_decay: the fraction of each weight subtracted per step, in units of the
             learning rate (torch's default is 0.01).
-        beta_1: decay of the first moment, at least 0 and less than 1.
-        beta_2: decay of the second moment, at least 0 and less than 1.
-        epsilon: added to the divisor. (torch's default is 1e-8.)
-        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
+        beta_1, beta_2, epsilon: as for `Adam`.
+        learning_rate, clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
         name: default "adamw".
-
-    Raises:
-        TypeError, ValueError: for invalid arguments.
-        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
     _limits: ClassVar = {**Adam._limits, "weight_decay": math.inf}
@@ -243,7 +229,6 @@ class AdamW(Adam):
         shard_state: bool = False,
         name: str | None = None,
     ) -> None:
-        """Check the settings, without communication."""
         Optimizer.__init__(**locals())
 
 
@@ -269,18 +254,13 @@ class RMSprop(Optimizer):
         w -= m if momentum else d
 
     Args:
-        learning_rate: a number, or a function of the step (from 0) or of nothing.
         rho: decay of the averages, at least 0 and less than 1. (torch's ``alpha``,
             default 0.99.)
         momentum: at least 0 and less than 1; with 0 there is no slot for it.
         epsilon: added to the divisor. (torch's default is 1e-8.)
         centered: whether to divide by the standard deviation.
-        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
+        learning_rate, clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
         name: default "rmsprop".
-
-    Raises:
-        TypeError, ValueError: for invalid arguments.
-        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
     _limits: ClassVar = {
@@ -311,7 +291,6 @@ class RMSprop(Optimizer):
         shard_state: bool = False,
         name: str | None = None,
     ) -> None:
-        """Check the settings, without communication."""
         Optimizer.__init__(**locals())
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
@@ -365,15 +344,10 @@ class Adagrad(Optimizer):
     ``torch.optim.Adagrad``. `of_keras` has epsilon inside the root.
 
     Args:
-        learning_rate: a number, or a function of the step (from 0) or of nothing.
         initial_accumulator_value: at least 0. (torch's default is 0.)
         epsilon: added to the divisor. (torch's default is 1e-10.)
-        clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
+        learning_rate, clipnorm, clipvalue, global_clipnorm, shard_state: as for `SGD`.
         name: default "adagrad".
-
-    Raises:
-        TypeError, ValueError: for invalid arguments.
-        RuntimeError: inside ``merge_fn``, which only rank 0 runs.
     """
 
     _limits: ClassVar = {"initial_accumulator_value": math.inf, "epsilon": math.inf}
@@ -392,7 +366,6 @@ class Adagrad(Optimizer):
         shard_state: bool = False,
         name: str | None = None,
     ) -> None:
-        """Check the settings, without communication."""
         Optimizer.__init__(**locals())
 
     def _constants(self, step: int, rate: float, decays: bool) -> Numbers:
