@@ -20,7 +20,7 @@ from mpidist._collectives.nccl import NcclTransport, connect
 from mpidist._collectives.nodes import LEAST_RANKS
 from mpidist._collectives.staged import HostMemory, StagedTransport
 from mpidist._collectives.transports import DirectTransport, Transport, Transports
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.communicator import AnyCommunicator, Communicator
 
 _AUTO = (CommunicationImplementation.AUTO, CommunicationImplementation.RING)
 _INSTEAD = (
@@ -270,6 +270,8 @@ class TransportChoice:
             host = DirectTransport(comm)
         if wanted not in (kind.DIRECT, kind.SHARED) or comm.size == 1:
             reason = _where_ranks_are(comm, shared is not None, why_not_shared)
+        if isinstance(comm, Communicator) and not comm.buffers.same_bits:
+            reason += "; summed on one rank, as MPI gives ranks different bits"
         device, why = self._of_gpu_arrays(wanted, host)
         return Transports(host, device, why, reason)
 

@@ -34,6 +34,7 @@ import posing
 import pytest
 import mpidist
 from mpi4py import MPI
+from mpidist._cli import facts
 from mpidist._collectives import bits
 from mpidist._strategy.strategy import group_of
 cupy = posing.install(pytest.MonkeyPatch())
@@ -54,6 +55,7 @@ assert (total == size * (size + 1) // 2).all()
 made = strategy.communication_statistics().mpi_calls
 assert made[{reduce!r}] == 1, made
 assert "Allreduce" not in made, made
+assert "summed on one rank" in facts.transport_facts(strategy)["host"]["text"]
 """
     env = {"MPIDIST_SIMULATED_NODES": "3", "MPIDIST_CUDA_AWARE": "1"}
     done = run_ranks(3, ["-c", code], timeout=100, env=env)
