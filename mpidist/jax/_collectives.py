@@ -166,7 +166,8 @@ def value_and_grad(
         steps.begin(group, named, call, _ADVICE)
         if jit and steps.number <= 2:
             _warn_of_functions(group, fun, call, steps.number == 1)
-        value, gradients = local(*args, **kwargs)
+        with group.guard.checking(call):
+            value, gradients = local(*args, **kwargs)
         loss, aux = value if has_aux else (value, None)
         if checked is ReduceOp.MEAN and _has_no_rows((args, kwargs)):
             with group.guard.checking(call):

@@ -152,6 +152,13 @@ def test_numbers_of_arguments(strategy, jax, mj):
     )
 
 
+def test_a_function_that_raises_on_one_rank(strategy, rank, jax, mj):
+    step = mj.value_and_grad(lambda p, x: (p * x).sum(), strategy=strategy)
+    one, rows = jax.numpy.ones(2), jax.numpy.ones(2 + rank)
+    raises_everywhere(TypeError, lambda: step(one, rows), "got incompatible shapes")
+    assert step(one, one)[0] == 2
+
+
 def test_aux_and_argnums_with_uneven_rows(strategy, rank, jax, mj):
     x, y = make_rows(jax)
     p = parameters(jax)
