@@ -167,7 +167,7 @@ class BucketReduce(PreparedPlan[_Call]):
         ]
         return _Call(arrays, results, packed)
 
-    def _move(self, work: _Call) -> None:
+    def _move(self, work: _Call) -> Results:
         # Of each transport: what moves together. One of them is packed, since all
         # buckets are packed into the same memory.
         together: dict[Transport, list[BufferReduction]] = {}
@@ -192,16 +192,16 @@ class BucketReduce(PreparedPlan[_Call]):
                 transport.allreduce([*together.pop(transport, []), packed])
         for transport, reductions in together.items():
             transport.allreduce(reductions)
-
-    def _conclude(self, work: _Call) -> Results:
         return work.results
 
     def _unpacked(self, index: int, work: _Call) -> BufferReduction:
         x, result = work.arrays[index], work.results[index]
         reduction = self._leaves[index].reduction
+        # C's long and long long may be one dtype, but are two of MPI's types.
+        wire = reduction.wire
         source, target = None, backend.flat(result)
         if x.flags.c_contiguous and getattr(x.flags, "aligned", True):
-            source = reduction.encode(backend.flat(x))
+            source = backend.flat(x).view(wire)
         else:
             result[...] = x
 
@@ -209,9 +209,7 @@ class BucketReduce(PreparedPlan[_Call]):
             reduction.decode(target[part], self._comm.size, target[part])
 
         then = divide if reduction.op is ReduceOp.MEAN else None
-        return BufferReduction(
-            source, reduction.encode(target), reduction.combining, then
-        )
+        return BufferReduction(source, target.view(wire), reduction.combining, then)
 
     def _pack(self, bucket: Bucket, work: _Call) -> BufferReduction:
         memory = work.packed[self._leaves[bucket.leaves[0]].on_device]

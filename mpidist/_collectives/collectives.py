@@ -19,7 +19,7 @@ from mpidist._collectives.copies import Copies
 from mpidist._collectives.plan import PlanCache
 from mpidist._collectives.plans import Plans
 from mpidist._collectives.resources import Resources
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 
 
 class Collectives(Copies):

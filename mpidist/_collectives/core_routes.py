@@ -37,24 +37,21 @@ _KEPT_BYTES: Final = 64  # leaves of this size are copied out of the slot
 def on_node(resources: Resources, signature: Signature) -> CoreReduce | None:
     """Return the plan of a nest of host arrays."""
     node = resources.node
-    if node is None or signature.on_device or not supports(resources, signature):
+    if node is None or signature.on_device or not supports(signature):
         return None
-    core = reduce_on_node(resources, signature)
+    core = reduce_on_node(node, resources, signature)
     if _fits_header(node, signature):
         return CoreReduce(resources, signature, "eager", core)
     return CoreReduce(resources, signature, "shared", core, node.pool)
 
 
-def supports(resources: Resources, signature: Signature) -> bool:
+def supports(signature: Signature) -> bool:
     """Return whether the core can reduce such leaves through the memory of nodes.
 
     The answer does not depend on whether this rank has them on the host or on a GPU.
     """
-    return (
-        (resources.node is not None or resources.nodes is not None)
-        and signature.transports.host.name == "shared"
-        and signature.nest.has_kernels
-    )
+    shares = signature.transports.host.name == "shared"
+    return shares and signature.nest.has_kernels
 
 
 def _fits_header(node: Node, signature: Signature) -> bool:
@@ -67,10 +64,10 @@ def _fits_header(node: Node, signature: Signature) -> bool:
     return bool(total <= room)
 
 
-def reduce_on_node(resources: Resources, signature: Signature) -> _native.Reduce:
+def reduce_on_node(
+    node: Node, resources: Resources, signature: Signature
+) -> _native.Reduce:
     """Return a nest in the core of this rank's node."""
-    node = resources.node if resources.nodes is None else resources.nodes.node
-    assert node is not None
     return _native.core.Reduce(
         node.channel,
         signature.nest.core_leaves,

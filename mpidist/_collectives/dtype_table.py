@@ -75,17 +75,11 @@ class Reduction:
         """The operation by which values of ranks are combined, two at a time."""
         return RULES[self.op].combining
 
-    def encode(self, x: Array, out: Array | None = None) -> Array:
-        """Return ``x`` in the dtype that travels, in ``out`` where it is given."""
+    def encode(self, x: Array, out: Array) -> None:
+        """Write ``x`` into ``out``, in the dtype that travels."""
         if self.encoding == "order":
             x = self._to_ordered(x.astype(self.compute, copy=False))
-        if out is not None:
-            out[...] = x
-            return out
-        if self.encoding == "cast":
-            return x.astype(self.wire)
-        # C's long and long long may be one dtype, but are two of MPI's types.
-        return x if x.dtype.char == self.wire.char else x.view(self.wire)
+        out[...] = x
 
     def decode(self, reduced: Array, num_replicas: int, out: Array) -> None:
         """Write what came back into ``out``, dividing it for MEAN."""

@@ -12,9 +12,9 @@ area of p - 1 after the step of p, before which all have reduced p - 1; and it r
 p + 1 to the area of the sums of p - 1 after the step of p + 1, before which all have
 copied them out.
 
-If sums are sent as 16-bit floats (`CommunicationOptions.compression`), the floats of
-each dtype that allows it are a nest of their own, one after the other behind one
-header.
+If sums are sent as 16-bit floats (`CommunicationOptions.compression`), nodes of two
+ranks are enough, and the floats of each dtype that allows it are a nest of their own,
+one after the other behind one header.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def hierarchical(
 ) -> HierarchicalReduce | None:
     """Return the plan of a large nest of host arrays."""
     nodes = resources.nodes
-    if nodes is None or signature.on_device:
-        return None
-    if not supports(resources, signature):
+    if nodes is None or signature.on_device or not supports(signature):
         return None
     comm = resources.comm
     if isinstance(comm, Communicator) and not comm.buffers.same_bits:
@@ -113,7 +111,7 @@ class HierarchicalReduce(PreparedPlan[tuple[list[Array], Results]]):
             new(leaf.shape, leaf.reduction.result) for leaf in self._leaves
         ]
 
-    def _move(self, work: tuple[list[Array], Results]) -> None:
+    def _move(self, work: tuple[list[Array], Results]) -> Results:
         sources, results = work
         try:
             for group in self._groups:
@@ -122,10 +120,8 @@ class HierarchicalReduce(PreparedPlan[tuple[list[Array], Results]]):
         except BaseException:
             self._nodes.node.channel.leave()  # the others wait for its steps
             raise
-
-    def _conclude(self, work: tuple[list[Array], Results]) -> Results:
         self._comm.traffic.count(self._kind, self._nbytes)
-        return work[1]
+        return results
 
 
 def _part_of(signature: Signature, members: list[int], lossy: bool) -> Signature:
@@ -155,7 +151,7 @@ class Group:
         self._dtype = nest.shapes[0][1]  # of all, if they are compressed
         self._nodes = nodes
         self._guard = resources.guard
-        self._core = core = reduce_on_node(resources, signature)
+        self._core = core = reduce_on_node(nodes.node, resources, signature)
         self._compression = signature.compress() if signature.compress else None
         self._ranges = list(zip(core.starts, nest.sizes, strict=True))
         self._runs = _find_runs(nest.core_leaves, self._ranges)

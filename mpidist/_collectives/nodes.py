@@ -113,10 +113,9 @@ def open_shared_memory(comm: Communicator) -> SharedMemory:
         nodes, problem = _open_nodes(comm)
         return SharedMemory(None, nodes, problem)
     node, problem = open_node(comm)
-    if node is None:
-        return SharedMemory(problem=problem)
-    comm.traffic.core = node.channel
-    return SharedMemory(node)
+    if node is not None:
+        comm.traffic.core = node.channel
+    return SharedMemory(node, problem=problem)
 
 
 def _open_nodes(comm: Communicator) -> tuple[Nodes | None, str]:
@@ -130,7 +129,7 @@ def _open_nodes(comm: Communicator) -> tuple[Nodes | None, str]:
     node, problem = open_node(comm)
     if node is None:
         return None, problem
-    peers, slices = comm.find_peers(), comm.smallest_node
+    peers, slices = comm.connect_peers(), comm.smallest_node
     copies = comm.num_nodes if peers is not None and peers.algorithm.gathers else 1
     lines = copies * (node.piece_bytes // LINE // slices + 2)
     scratch = comm.together(

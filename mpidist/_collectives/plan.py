@@ -248,20 +248,14 @@ class PreparedPlan(Plan, Generic[_Work]):
             # An exception of NumPy (`np.seterr`) would leave the others waiting.
             plain = np.errstate(all="ignore")
             with guard.payload(call), plain, _native.DefaultFloatState():
-                self._move(work)
-        with _native.DefaultFloatState():  # the same bits on all ranks
-            return self._conclude(work)
+                return self._move(work)
 
     def _prepare(self, arrays: list[Array]) -> _Work:
         """Return all that a call needs, its memory included. Not collective."""
         raise NotImplementedError
 
-    def _move(self, work: _Work) -> None:
-        """Move the data, now that all ranks have agreed. Collective."""
-        raise NotImplementedError
-
-    def _conclude(self, work: _Work) -> Results:
-        """Return the results, when all ranks have them."""
+    def _move(self, work: _Work) -> Results:
+        """Return the results, now that all ranks have agreed. Collective."""
         raise NotImplementedError
 
 

@@ -19,7 +19,7 @@ from mpidist._collectives.pool import Pool
 from mpidist._collectives.staged import StagedTransport
 from mpidist._collectives.transport_choice import Finding, TransportChoice
 from mpidist._collectives.transports import DirectTransport, Transports
-from mpidist._mpi.communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.library import query_cuda_support
 
 _P = ParamSpec("_P")

@@ -20,7 +20,8 @@ from mpidist._collectives.nccl import NcclTransport, connect
 from mpidist._collectives.nodes import LEAST_RANKS
 from mpidist._collectives.staged import HostMemory, StagedTransport
 from mpidist._collectives.transports import DirectTransport, Transport, Transports
-from mpidist._mpi.communicator import AnyCommunicator, Communicator
+from mpidist._mpi.any_communicator import AnyCommunicator
+from mpidist._mpi.communicator import Communicator
 
 _AUTO = (CommunicationImplementation.AUTO, CommunicationImplementation.RING)
 _INSTEAD = (

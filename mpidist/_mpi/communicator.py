@@ -34,10 +34,7 @@ from mpidist._base.environment import AllReduceChoice
 from mpidist._base.reduce_op import MPIOp
 from mpidist._mpi import between, collective_release, survival, versions
 from mpidist._mpi.allreduce_algorithm import Algorithm, chosen_algorithm
-from mpidist._mpi.any_communicator import (
-    MESSAGE_BYTES,
-    AnyCommunicator as AnyCommunicator,
-)
+from mpidist._mpi.any_communicator import MESSAGE_BYTES, AnyCommunicator
 from mpidist._mpi.buffers import Buffer, BufferCollectives, BufferReduction, split
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
@@ -232,7 +229,7 @@ class Communicator(AnyCommunicator):
 
     # --- nodes ------------------------------------------------------------------
 
-    def find_peers(self) -> BufferCollectives | None:
+    def connect_peers(self) -> BufferCollectives | None:
         """Return the ranks that have this rank's `local_rank`. Collective.
 
         There is one of each node, in the order of the nodes' first ranks, so rank 0 is

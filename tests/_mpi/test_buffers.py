@@ -498,7 +498,7 @@ def test_a_set_up_that_fails_on_one_rank_fails_on_all(size, rank, step, last, co
             made.open_headers()
             if hit:
                 fail_after(BufferCollectives, "__init__", patch)
-            made.find_peers()
+            made.connect_peers()
 
     error: Exception | None = None
     try:
