@@ -113,8 +113,7 @@ class Restore:
                 self._reader = CheckpointReader(source)
             if self._reader is None:
                 return None
-            reader = self._reader
-            return find(call, items, reader, arrays, self._partial, self._outer)
+            return find(call, items, self._reader, arrays, self._partial, self._outer)
 
         with call.guard.span(call.name):
             found = call.on_rank_0(look)
@@ -184,7 +183,8 @@ class Restore:
 
     def _outer(self, name: str) -> str | None:
         """Return the name of the object that has an item; None: of none yet."""
-        return next((x for x in self.objects if f"{name}/".startswith(f"{x}/")), None)
+        starts = itertools.accumulate(name.split("/"), "{}/{}".format)
+        return max(filter(self.objects.__contains__, starts), key=len, default=None)
 
     def _watch(self) -> None:
         """Have modules and checkpoints among the objects tell what is attached.
@@ -287,7 +287,7 @@ class Restore:
     def missing(self) -> tuple[list[str], list[str]]:
         """Return the names of objects that were attached unnoticed, or never saved."""
         items = contents.collect(self.objects, "later")
-        unnoticed = [item.name for item in self.waiting(items)]
+        unnoticed = dict.fromkeys(item.name for item in self.waiting(items))
         never: list[str] = []
         for item in items:
             if isinstance(item, StateItem):
@@ -296,7 +296,7 @@ class Restore:
                 restored = self._has_given(item)
             if not restored and item.name not in unnoticed:
                 never.append(item.name)
-        return unnoticed, never
+        return [*unnoticed], never
 
     def unbuilt(self) -> list[str]:
         """Return the names of objects that keep values of variables to be made."""

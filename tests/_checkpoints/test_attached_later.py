@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import shutil
+import sys
 import warnings
 
 import numpy as np
@@ -98,6 +99,21 @@ def test_an_object_with_a_slash_in_its_name(folder):
     net.w, net.v = var(0), var(0)
     assert (net.w, net.v) == (1, 2)
     status.assert_consumed()
+
+
+def test_the_work_for_many_objects_grows_with_their_number(folder):
+    def calls(count):
+        path = Checkpoint(**{f"v{i}": var(i) for i in range(2 * count)}).save(folder)
+        half = Checkpoint(**{f"v{i}": var(0) for i in range(count)})
+        files = []
+        sys.setprofile(lambda frame, *_: files.append(frame.f_code.co_filename))
+        try:
+            half.restore(path, partial=True).expect_partial()
+        finally:
+            sys.setprofile(None)
+        return sum(file.endswith("restore.py") for file in files)
+
+    assert calls(80) < 5 * calls(20)
 
 
 def test_variables_that_a_replica_function_makes(saved, strategy):
