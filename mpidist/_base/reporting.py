@@ -13,6 +13,7 @@ Rejected: non-blocking writes (a handler is the user's code).
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import queue
@@ -140,7 +141,13 @@ def _write_to(stream: IO[str], text: str) -> None:
 
 
 def flush_streams() -> None:
-    """Flush what Python holds of the program's output, as far as it can be flushed."""
+    """Flush what Python holds of the program's output, as far as it can be flushed.
+
+    At the end of the process. What is written then does not stay in its memory, where
+    torch.distributed's hook for exceptions has others write.
+    """
+    if isinstance(sys.stderr, io.StringIO):
+        sys.stderr = sys.__stderr__ or sys.stderr
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, None, or the program's own
             stream.flush()
