@@ -308,9 +308,9 @@ class BufferCollectives:
             if blocks:
                 self._block(call, *arguments(part))
             else:
-                self._move(call, *arguments(part))
+                self.move(call, *arguments(part))
 
-    def _move(self, call: Callable[..., MpiRequest], *arguments: Any) -> None:
+    def move(self, call: Callable[..., MpiRequest], *arguments: Any) -> None:
         """Start a collective with these arguments, and wait for it."""
         self.finish(self.start(call, *arguments))
 
@@ -344,23 +344,23 @@ class BufferCollectives:
         if backend.is_device_array(receive):
             self._block(self.comm.Allgatherv, send, where)
         elif unequal:
-            self._move(self.comm.Iallgatherv, send, where)
+            self.move(self.comm.Iallgatherv, send, where)
         else:
-            self._move(self.comm.Iallgather, send, receive)
+            self.move(self.comm.Iallgather, send, receive)
 
     def gather(
         self, send: Buffer, receive: Buffer | None, counts: Sequence[int], root: int
     ) -> None:
         """Concatenate buffers of all ranks, in rank order, on the root alone."""
         for part, whole in self._parts_of_all(send, receive, counts):
-            self._move(self.comm.Igatherv, part, whole, root)
+            self.move(self.comm.Igatherv, part, whole, root)
 
     def scatter(
         self, send: Buffer | None, receive: Buffer, counts: Sequence[int], root: int
     ) -> None:
         """Give each rank its part of the root's buffer."""
         for part, whole in self._parts_of_all(receive, send, counts):
-            self._move(self.comm.Iscatterv, whole, part, root)
+            self.move(self.comm.Iscatterv, whole, part, root)
 
     def _parts_of_all(
         self, own: Buffer, whole: Buffer | None, counts: Sequence[int]
@@ -395,7 +395,7 @@ class BufferCollectives:
 
     def exchange(self, send: Buffer, receive: Buffer) -> None:
         """Send row k of ``send`` to rank k, and receive row k from it."""
-        self._move(self.comm.Ialltoall, send, receive)
+        self.move(self.comm.Ialltoall, send, receive)
 
 
 @functools.cache
@@ -411,6 +411,31 @@ def _has_iallgatherv() -> bool:
 def starts_of(counts: Sequence[int]) -> list[int]:
     """Return where the part of each rank begins."""
     return [0, *itertools.accumulate(counts)][:-1]
+
+
+def merge_rows(
+    comm: MpiComm,
+    own: HostArray,
+    counts: Sequence[int],
+    move: Callable[..., object],
+) -> HostArray:
+    """Concatenate small arrays of many ranks, on all of them. Collective.
+
+    Each rank sends and receives zeros for the others. Open MPI's all-gathers connect
+    each rank with every other (over TCP that takes a descriptor for each of them, which
+    ends at a thousand ranks), its all-reduces with a few.
+
+    Args:
+        comm: the communicator.
+        own: integers, this rank's ``counts[rank]``.
+        counts: elements of each rank; the same on all ranks.
+        move: starts a collective with its arguments, and waits for it.
+    """
+    mpi, rows = mpi_module(), np.zeros((len(counts), max(counts)), own.dtype)
+    rows[comm.Get_rank(), : own.size] = own
+    if rows.size:
+        move(comm.Iallreduce, mpi.IN_PLACE, rows, mpi.BOR)
+    return np.concatenate([row[:n] for row, n in zip(rows, counts, strict=True)])
 
 
 def split(texts: HostArray, counts: list[int]) -> list[bytes]:

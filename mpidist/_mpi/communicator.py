@@ -32,10 +32,18 @@ from mpidist import _native
 from mpidist._base import machine
 from mpidist._base.environment import AllReduceChoice
 from mpidist._base.reduce_op import MPIOp
+from mpidist._base.types import HostArray
 from mpidist._mpi import between, collective_release, survival, versions
 from mpidist._mpi.allreduce_algorithm import Algorithm, chosen_algorithm
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, AnyCommunicator
-from mpidist._mpi.buffers import Buffer, BufferCollectives, BufferReduction, split
+from mpidist._mpi.between import FEW
+from mpidist._mpi.buffers import (
+    Buffer,
+    BufferCollectives,
+    BufferReduction,
+    merge_rows,
+    split,
+)
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
 from mpidist._mpi.requests import Begun, Request, StartHeader, Transfer, Waiter
@@ -47,6 +55,7 @@ _PROBES: Final = 4
 _KEY_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("=q")  # of a message, before its bytes
 _WORDS: Final = 6  # of a header without the core
+_MOST_MERGED: Final = 4 << 20  # bytes that `merge_rows` gathers
 _LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
 
 
@@ -302,9 +311,7 @@ class Communicator(AnyCommunicator):
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         counts = [row[0] for row in self._gather_integers([len(data)])]
-        receive = np.empty(sum(counts), np.uint8)
-        self.buffers.all_gather(np.frombuffer(data, np.uint8), receive, counts)
-        return split(receive, counts)
+        return split(self._gather_rows(np.frombuffer(data, np.uint8), counts), counts)
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the (equally many) integers of each rank, on all ranks."""
@@ -312,12 +319,16 @@ class Communicator(AnyCommunicator):
         return self._gather_integers(numbers)
 
     def _gather_integers(self, numbers: list[int]) -> list[list[int]]:
-        count = len(numbers)
-        receive = np.empty(self.size * count, np.int64)
-        self.buffers.all_gather(
-            np.array(numbers, np.int64), receive, [count] * self.size
-        )
-        return receive.reshape(self.size, count).tolist()
+        own, count = np.array(numbers, np.int64), len(numbers)
+        rows = self._gather_rows(own, [count] * self.size)
+        return rows.reshape(self.size, count).tolist()
+
+    def _gather_rows(self, own: HostArray, counts: list[int]) -> HostArray:
+        if self.size > FEW and self.size * max(counts) * own.itemsize <= _MOST_MERGED:
+            return merge_rows(self._comm, own, counts, self.buffers.move)
+        rows = np.empty(sum(counts), own.dtype)
+        self.buffers.all_gather(own, rows, counts)
+        return rows
 
     def start_message(self, data: bytes | None) -> Request:
         """Start sending at most `message_bytes` from rank 0 to all.

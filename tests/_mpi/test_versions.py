@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from launching import run_ranks
+from launching import mpi_vendor, run_ranks
 from replicas import (
     everywhere,
     next_communicator,
@@ -162,6 +162,40 @@ sys.exit(main(["check"]))
     assert result.returncode == 1
     assert "byte order is middle here" in result.stdout
     assert "the ranks do not have the same software" in result.stdout
+
+
+MANY = """
+import os
+from mpi4py import MPI
+import mpidist
+from mpidist._strategy.strategy import group_of
+
+def sockets():
+    paths = [os.path.join("/proc/self/fd", x) for x in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(x) and "socket" in os.readlink(x) for x in paths)
+
+before = sockets()
+strategy = mpidist.MPIStrategy()
+comm, ranks = group_of(strategy).communicator, range(16)
+assert comm.all_gather_integers([-comm.rank, 2**62]) == [[-r, 2**62] for r in ranks]
+texts = ["x" * (r % 3) for r in ranks]
+assert comm.all_gather_objects(texts[comm.rank]) == texts
+assert comm.all_gather_objects("") == [""] * 16
+opened = comm.all_gather_integers([sockets() - before])
+large = [b"x" * (400_000 * (r == 3)) for r in ranks]  # in rows they had 6 MB
+assert comm.all_gather_objects(large[comm.rank]) == large
+if comm.rank == 0:
+    print(max(opened)[0])
+"""
+
+
+def test_many_ranks_do_not_all_connect_with_each_other():
+    env = {"OMPI_MCA_btl": "tcp,self", "MPIDIST_SIMULATED_NODES": "16"}
+    result = run_ranks(16, ["-c", MANY], timeout=200, env=env)
+    assert result.returncode == 0, result
+    opened = int(result.stdout)
+    # MPICH opens them when it starts.
+    assert 0 < opened <= 8 or mpi_vendor()[0] != "Open MPI"
 
 
 # --- on several ranks -----------------------------------------------------------------
