@@ -147,8 +147,10 @@ def extreme(op: str) -> Callable[[Any, Any], Any]:
             left = np.signbit(x) == (op == "MIN")  # of zeros
             return np.where((x == y) & left, x, numpy_function(y, x))
         entry = dtype_table.reduction(x.dtype, ReduceOp[op], "test")
-        out = np.empty_like(x)
-        entry.decode(numpy_function(entry.encode(x), entry.encode(y)), 2, out)
+        out, left, right = np.empty_like(x), *np.empty((2, *x.shape), entry.wire)
+        entry.encode(x, left)
+        entry.encode(y, right)
+        entry.decode(numpy_function(left, right), 2, out)
         return out
 
     return combine
