@@ -23,6 +23,7 @@ from mpidist._collectives.transports import DirectTransport, Transport, Transpor
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.communicator import Communicator
 
+_BY_MPI = "MPI_Iallreduce and others (`mpidist docs mpi`)"
 _AUTO = (CommunicationImplementation.AUTO, CommunicationImplementation.RING)
 _INSTEAD = (
     "write AUTO, which is direct if MPI is CUDA-aware, and otherwise staged through "
@@ -336,12 +337,12 @@ def _where_ranks_are(comm: AnyCommunicator, shares: bool, why_not: str) -> str:
     if comm.num_nodes == 1 and shares:
         return "all ranks are on one node"
     if comm.num_nodes == 1:
-        return f"the ranks share no memory: {why_not}"
+        return f"the ranks share no memory: {why_not}; by {_BY_MPI}"
     nodes = f"{comm.num_nodes} nodes"
     if comm.num_nodes == comm.size:
-        return f"{nodes} of one rank"
+        return f"{nodes} of one rank; by {_BY_MPI}"
     if shares and comm.smallest_node < LEAST_RANKS:
-        return f"{nodes} of few ranks: only compressed sums; others go by MPI"
+        return f"{nodes} of few ranks: only compressed sums; the rest by {_BY_MPI}"
     if shares:
         return f"{nodes}, whose ranks share memory for large arrays"
-    return f"{nodes}, whose ranks share no memory: {why_not}"
+    return f"{nodes}, whose ranks share no memory: {why_not}; by {_BY_MPI}"

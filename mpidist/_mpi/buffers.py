@@ -419,7 +419,7 @@ def merge_rows(
     counts: Sequence[int],
     move: Callable[..., object],
 ) -> HostArray:
-    """Concatenate small arrays of many ranks, on all of them. Collective.
+    """Concatenate small arrays of all ranks, on all of them. Collective.
 
     Each rank sends and receives zeros for the others. Open MPI's all-gathers connect
     each rank with every other (over TCP that takes a descriptor for each of them, which

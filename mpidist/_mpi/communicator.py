@@ -36,7 +36,6 @@ from mpidist._base.types import HostArray
 from mpidist._mpi import between, collective_release, survival, versions
 from mpidist._mpi.allreduce_algorithm import Algorithm, chosen_algorithm
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, AnyCommunicator
-from mpidist._mpi.between import FEW
 from mpidist._mpi.buffers import (
     Buffer,
     BufferCollectives,
@@ -324,7 +323,7 @@ class Communicator(AnyCommunicator):
         return rows.reshape(self.size, count).tolist()
 
     def _gather_rows(self, own: HostArray, counts: list[int]) -> HostArray:
-        if self.size > FEW and self.size * max(counts) * own.itemsize <= _MOST_MERGED:
+        if self.size * max(counts) * own.itemsize <= _MOST_MERGED:
             return merge_rows(self._comm, own, counts, self.buffers.move)
         rows = np.empty(sum(counts), own.dtype)
         self.buffers.all_gather(own, rows, counts)

@@ -4,13 +4,13 @@ Functions, arrays, records and headers are sent in forms that depend on the soft
 each rank. So ranks first tell each other on a new communicator which software they
 have. If it does not match, all of them raise, with both sides in the message.
 
-Protocol: each rank sends one text to all ranks (sizes as 64-bit integers, then bytes;
-among many ranks by `merge_rows`). It is JSON in ASCII, with its own format number.
-Ranks whose versions differ in everything else must still be able to read it, so nothing
-is pickled, and neither the exchange nor the keys "format", "must" and "problem" may
-ever change. With it goes all that a rank must tell the others before they can work
-together ("about"): where it is, what it can, what it no longer uses. With many ranks
-each exchange more is slow.
+Protocol: each rank sends one text to all ranks (sizes as 64-bit integers, then bytes,
+both by `merge_rows`). It is JSON in ASCII, with its own format number. Ranks whose
+versions differ in everything else must still be able to read it, so nothing is pickled,
+and neither the exchange nor the keys "format", "must" and "problem" may ever change.
+With it goes all that a rank must tell the others before they can work together
+("about"): where it is, what it can, what it no longer uses. With many ranks each
+exchange more is slow.
 
 Invariant: *all raise, or none does*. A rank raises exactly if some rank has a problem,
 or if some text differs from another in "format" or "must". All ranks judge the same
@@ -55,8 +55,7 @@ from mpidist._base.errors import (
     ranks_by,
 )
 from mpidist._base.memory import leak
-from mpidist._mpi.between import FEW
-from mpidist._mpi.buffers import merge_rows, split, starts_of
+from mpidist._mpi.buffers import merge_rows, split
 from mpidist._mpi.library import MpiComm, MpiRequest
 from mpidist._version import __version__
 
@@ -133,7 +132,6 @@ def exchange(
         wait: waits for a request of the call with this name.
         text: of this rank (`write`).
     """
-    own, size = np.frombuffer(text, np.uint8), comm.Get_size()
 
     def move(call: Callable[..., MpiRequest], *arguments: Any) -> None:
         request = call(*arguments)
@@ -143,16 +141,10 @@ def exchange(
             leak(arguments)
             raise
 
+    own = np.frombuffer(text, np.uint8)
     length = np.array([own.size], np.int64)
-    if size > FEW:
-        counts = merge_rows(comm, length, [1] * size, move).tolist()
-        return split(merge_rows(comm, own, counts, move), counts)
-    lengths = np.empty(size, np.int64)
-    move(comm.Iallgather, length, lengths)
-    counts = lengths.tolist()
-    texts = np.empty(sum(counts), np.uint8)
-    move(comm.Iallgatherv, own, [texts, (counts, starts_of(counts))])
-    return split(texts, counts)
+    counts = merge_rows(comm, length, [1] * comm.Get_size(), move).tolist()
+    return split(merge_rows(comm, own, counts, move), counts)
 
 
 def judge(

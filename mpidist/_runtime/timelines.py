@@ -121,7 +121,8 @@ def observe(communicator: Communicator, environment: Environment) -> Observers |
     number = next(_numbers.get())
     observers: list[Observer] = []
     if environment.trace:
-        observers.append(Lines(rank, size, number, begins=environment.trace > 1))
+        begins, traffic = environment.trace > 1, communicator.traffic
+        observers.append(Lines(rank, size, number, begins=begins, traffic=traffic))
     if recording is not None:
         recording.add_strategy(number, communicator.identity, rank, size)
         observers.append(recording)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import Final
 
 from mpidist._base import reporting
+from mpidist._mpi.traffic import Traffic
 from mpidist._timeline.observer import Event, Span
 
 # So that a line is one write, also through a pipe (PIPE_BUF is 4,096 bytes).
@@ -25,9 +27,14 @@ class Lines:
         size: how many ranks there are.
         strategy: the number of the strategy in this process.
         begins: whether calls also have a line when they begin.
+        traffic: counts the calls of MPI.
     """
 
-    def __init__(self, rank: int, size: int, strategy: int, *, begins: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, strategy: int, *, begins: bool, traffic: Traffic
+    ) -> None:
+        self._traffic = traffic
+        self._counted: Counter[str] = Counter()  # until the end of the last call
         self._who = f"rank={rank}/{size}"
         if strategy > 1:
             self._who += f" strategy={strategy}"
@@ -50,7 +57,7 @@ class Lines:
         raised = f"raised={span.raised} " if span.raised else ""
         line = (
             f"{self._who} call={span.number} {event} bytes={span.nbytes} "
-            f"route={span.route} {seconds}{raised}{text}"
+            f"route={span.route} {self._functions(event)}{seconds}{raised}{text}"
         )
         if not _logger.hasHandlers():
             now = time.time()
@@ -58,3 +65,12 @@ class Lines:
             clock += f".{int(now % 1 * 1000):03d}"
             line = f"mpidist.trace {clock} {line}"
         reporting.log(_logger, logging.INFO, "%s", line)
+
+    def _functions(self, event: Event) -> str:
+        """Return which functions of MPI the call has called until now."""
+        counted = Counter(self._traffic.total_mpi())
+        made = counted - self._counted
+        if event == "end":
+            self._counted = counted
+        texts = [f"{n}*{name}" if n > 1 else name for name, n in made.items()]
+        return f"mpi={','.join(text.split()[0] for text in texts)} " if made else ""

@@ -265,7 +265,8 @@ def test_hosts_of_one_name_are_told_apart(make_hosts):
     assert first.startswith("0: node: ranks 0-1, ")
     assert second.startswith("1: node: ranks 2-3, ")
     (way,) = facts["lines"]["host arrays"]
-    assert way == "shared: 2 nodes of few ranks: only compressed sums; others go by MPI"
+    ways = "only compressed sums; the rest by MPI_Iallreduce and others"
+    assert way == f"shared: 2 nodes of few ranks: {ways} (`mpidist docs mpi`)"
     rows = {row["name"]: row for row in report_of(hosts, "check")["checks"]}
     assert rows["placement"]["text"] == "2 nodes, 2 on each"
 

@@ -20,7 +20,7 @@ MAKING = "making an `MPIStrategy`"
 BY_MPI = {  # the calls that move arrays by MPI on one node, too
     "`Checkpoint.restore` of 1 MiB": {"MPI_Ibcast"},
     "`merge_call` that looks at 1 MiB of each rank": {
-        "MPI_Iallgather",  # of the sizes
+        "MPI_Iallreduce",  # of the sizes
         "MPI_Igatherv",
     },
 }

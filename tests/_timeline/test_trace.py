@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 import textwrap
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +22,10 @@ from replicas import (
 
 import mpidist
 from mpidist._agreement.guard import Guard
+from mpidist._base import threads
 from mpidist._collectives.collectives import Collectives
 from mpidist._collectives.observed import ObservedPlan
+from mpidist._mpi.traffic import Traffic
 from mpidist._strategy.strategy import group_of
 from mpidist._timeline.observer import Observers
 from mpidist._timeline.trace import Lines
@@ -33,7 +36,8 @@ on_replicas = [pytest.mark.mpi, pytest.mark.replicas(1, 2, 3)]
 LINE = re.compile(
     r"rank=(?P<rank>\d+)/(?P<size>\d+) (?:strategy=(?P<strategy>\d+) )?"
     r"call=(?P<call>\d+) (?P<event>begin|waits|end) bytes=(?P<bytes>\d+) "
-    r"route=(?P<route>[a-z+]+) (?:seconds=(?P<seconds>\d+\.\d{6}) )?"
+    r"route=(?P<route>[a-z+]+) (?:mpi=(?P<mpi>\S+) )?"
+    r"(?:seconds=(?P<seconds>\d+\.\d{6}) )?"
     r"(?:waited=(?P<waited>\d+\.\d{6}) )?(?:raised=(?P<raised>\w+) )?(?P<text>.*)"
 )
 
@@ -94,6 +98,25 @@ def shown(lines):
 
 class TestLines:
     pytestmark = on_replicas
+
+    def test_the_functions_of_mpi(
+        self, new_strategy, listener, rank, size, monkeypatch
+    ):
+        monkeypatch.setenv("MPIDIST_TRACE", "1")
+        monkeypatch.setenv("MPIDIST_SIMULATED_NODES", str(size))
+        strategy = new_strategy()
+        everywhere(None)
+        listener.take(rank)
+        before = Counter(strategy.communication_statistics().mpi_calls)
+        strategy.run(lambda: context().all_reduce("SUM", np.ones(200_000)))
+        made = Counter(strategy.communication_statistics().mpi_calls) - before
+        said = Counter()
+        for line in listener.take(rank):
+            for text in line["mpi"].split(",") if line["mpi"] else ():
+                count, _, name = text.rpartition("*")
+                said[name] += int(count or 1)
+        assert said == Counter({k.split()[0]: n for k, n in made.items()})
+        assert bool(said) == (size > 1 and threads.current() is None)
 
     def test_each_call_has_one(self, traced, listener, rank, size):
         variable = make(traced, np.zeros(3), name="w", aggregation=SUM)
@@ -367,7 +390,7 @@ for one in (strategy, mpidist.MPIStrategy()):
 
 @pytest.fixture
 def trace():
-    return Observers([Lines(0, 1, 1, begins=False)], 1)
+    return Observers([Lines(0, 1, 1, begins=False, traffic=Traffic())], 1)
 
 
 def test_what_a_call_does_inside_is_part_of_it(trace, listener):
