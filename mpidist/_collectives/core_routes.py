@@ -173,10 +173,8 @@ class CoreReduce(Plan):
                 results, *where = arrays_in(
                     self.arena, self._shapes, self._starts, self._room
                 )
-            if not self._plain:  # in the arena they are read where sums are written
-                sources = results if where else [np.empty(*x) for x in self._shapes]
-                for source, x in zip(sources, arrays, strict=True):
-                    source[...] = x
+            if not self._plain:
+                sources = self._nest.sources(arrays, results if where else None)
         except Exception as error:
             raise guard.fail(call, error) from None
         fingerprint, timeout_ms = call.fingerprint, guard.enter(call, timeout)

@@ -100,10 +100,15 @@ class CoreNest:
             for leaf, (shape, dtype) in zip(leaves, self.shapes, strict=True)
         ]
         self.sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes]
-        self.casts: bool = any(
-            leaf.reduction.dtype is not dtype
-            for leaf, (_, dtype) in zip(leaves, self.shapes, strict=True)
-        )
+        cast = [
+            size
+            for size, leaf, (_, dtype) in zip(
+                self.sizes, leaves, self.shapes, strict=True
+            )
+            if leaf.reduction.dtype is not dtype
+        ]
+        self.casts: bool = bool(cast)
+        self._casts_most = 2 * sum(cast) >= self.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +120,23 @@ class CoreNest:
         """Whether the core can reduce all leaves."""
         has_kernel = _native.core.has_kernel
         return all(has_kernel(x.dtype, x.operation) for x in self.core_leaves)
+
+    def sources(
+        self, arrays: Sequence[Array], results: Results | None
+    ) -> Sequence[Array]:
+        """Return arrays converted to the dtypes that the core takes.
+
+        Args:
+            arrays: this rank's.
+            results: in the arena, where all ranks can read; None: not there. Arrays are
+                converted there, unless that would copy more bytes than it converts.
+        """
+        if results is not None and self._casts_most:
+            for result, x in zip(results, arrays, strict=True):
+                result[...] = x
+            return results
+        both = zip(arrays, self.shapes, strict=True)
+        return [x if x.dtype == dtype else x.astype(dtype) for x, (_, dtype) in both]
 
 
 def _travels_as(leaf: Leaf, wide: bool) -> DType:

@@ -168,9 +168,8 @@ def value_and_grad(
             _warn_of_functions(group, fun, call, steps.number == 1)
         with group.guard.checking(call):
             value, gradients = local(*args, **kwargs)
-        loss, aux = value if has_aux else (value, None)
-        if checked is ReduceOp.MEAN and _has_no_rows((args, kwargs)):
-            with group.guard.checking(call):
+            loss, aux = value if has_aux else (value, None)
+            if checked is ReduceOp.MEAN and _has_no_rows((args, kwargs)):
                 _warn_of_no_rows(group, loss, call)
         tree = {"loss": loss, "gradients": gradients}
         tree = _all_reduce(tree, checked, group, call, group.all_reduce_of(steps))

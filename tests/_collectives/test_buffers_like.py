@@ -111,7 +111,8 @@ def test_results_are_those_of_ordinary_arrays(shared, rank, op):
             found, count = in_place(shared, lambda: all_reduce(shared, op, buffers))
             known = all_reduce(shared, op, values)
         assert_same(found, known)
-        assert count == share_memory(shared)
+        # Means of integers are made floats first, elsewhere if they are few.
+        assert count == (share_memory(shared) and op != "MEAN")
         # The buffers keep their values, and the results are apart from them.
         assert_same(buffers, values)
         for x in flat(found):

@@ -108,6 +108,11 @@ def test_arrays_in_the_arena_are_read_where_they_are(shared, rank, size):
     for x, expected in zip(means, ((size - 1) / 2, size / 2), strict=True):
         assert x.dtype == np.float64
         assert (x == expected).all()
+    # But not a count beside many floats, which it would copy.
+    means = all_reduce(shared, "MEAN", [np.full(30_000, rank + 0.5), rank])
+    assert channel.sources_in_arena == before + 2
+    assert (means[0] == size / 2).all()
+    assert means[1] == (size - 1) / 2
 
 
 @pytest.mark.mpi(min_size=2)
