@@ -225,6 +225,7 @@ def world_rank() -> int | None:
     return mpi.COMM_WORLD.Get_rank()
 
 
+@functools.cache
 def thread_level() -> str:
     """Return which threads MPI lets call it: "MULTIPLE" if any may at any time.
 
