@@ -18,6 +18,7 @@ for invalid arguments, ``RuntimeError`` for a call in the wrong context.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
 import traceback
@@ -244,17 +245,12 @@ def is_of_library(frame: FrameType) -> bool:
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
     """Return ``rank 2`` or ``ranks 0-2, 5`` for a list of ranks."""
-    ordered = sorted(ranks)
-    spans: list[str] = []
-    start = previous = None
-    for rank in [*ordered, None]:
-        if previous is not None and rank == previous + 1:
-            previous = rank
-            continue
-        if start is not None:
-            spans.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank
-    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(spans)}"
+    spans = []
+    # The difference of a rank and its place is the same in a run of ranks.
+    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda x: x[1] - x[0]):
+        first, *others = (rank for _, rank in run)
+        spans.append(f"{first}-{others[-1]}" if others else str(first))
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(spans)}"
 
 
 def by_value(values: Sequence[Any], say: Callable[[Any], str] = str) -> str:

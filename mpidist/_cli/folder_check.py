@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from mpidist._checkpoints.replace import sync_directory
 from mpidist._cli.facts import CheckFailedError, Finding, Job, ok
 
 _ROUNDS: Final = 30
@@ -106,11 +107,13 @@ def _replace(file: Path) -> float:
     try:
         for number in range(1, _ROUNDS + 1):
             start = time.monotonic()
-            new.write_bytes(_block(number))
-            _synchronise(new)
+            with open(new, "wb") as opened:
+                opened.write(_block(number))
+                opened.flush()
+                os.fsync(opened.fileno())
             seconds += time.monotonic() - start
             os.rename(new, file)
-            _synchronise(file.parent)
+            sync_directory(str(file.parent))
     except OSError as error:
         with contextlib.suppress(OSError):  # the others wait for the last one
             new.write_bytes(_block(_ROUNDS))
@@ -118,14 +121,6 @@ def _replace(file: Path) -> float:
         text = f"a file cannot be replaced or synchronised: {error}"
         raise CheckFailedError(text, _ELSEWHERE) from None
     return seconds / _ROUNDS
-
-
-def _synchronise(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(file: Path) -> int:

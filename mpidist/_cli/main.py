@@ -72,12 +72,9 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"expected one of {known}, got {got}{hint}")
         name = f"mpidist {given.command}"
         return _COMMANDS[given.command][0](words[end:])
-    except UsageError as error:
+    except (UsageError, WrongResultError, ImportError) as error:
         complain(name, str(error))
-        return EXIT_USAGE
-    except (WrongResultError, ImportError) as error:
-        complain(name, str(error))
-        return _EXIT_WRONG
+        return EXIT_USAGE if isinstance(error, UsageError) else _EXIT_WRONG
 
 
 def run() -> None:

@@ -11,10 +11,9 @@ import enum
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mpidist._base import reporting
-from mpidist._base.types import Nest
 from mpidist._runtime.group import ReplicaGroup
 
 _E = TypeVar("_E", bound=tuple[Any, ...])
@@ -29,22 +28,6 @@ class Level(enum.Enum):
     UPDATE = "inside the function of `update`"
 
 
-class Commander(Protocol):
-    """Rank 0's side of a merge_call: all ranks run what merge_fn calls."""
-
-    def command(self, name: str, args: tuple[Nest, ...]) -> Any:
-        """Run an operation on all ranks; return rank 0's result, of any type."""
-        ...
-
-    def update(self, update: Any) -> Nest:  # its class is defined above this file
-        """Run an update on all ranks; return rank 0's result."""
-        ...
-
-    def fetch(self, values: list[Any]) -> list[tuple[Nest, ...]]:
-        """Gather the components of values, and copies of variables, to rank 0."""
-        ...
-
-
 @dataclasses.dataclass(slots=True, eq=False)  # frozen ones are slow to make
 class Frame:
     """One entry of the stack; do not change it. ``with frame:`` makes it the innermost.
@@ -56,8 +39,9 @@ class Frame:
     group: ReplicaGroup
     level: Level
     replica_context: Any = None  # a `mpidist.ReplicaContext`, handed to users
-    coordinator: Commander | None = None
-    batch: Any = None  # an `UpdateBatch`, whose class is defined above this file
+    # Their classes are defined above this file.
+    coordinator: Any = None  # in merge_fn a `Coordinator`, by which all ranks act
+    batch: Any = None  # an `UpdateBatch`
     sync_on_read: bool = False
 
     def __enter__(self) -> None:
