@@ -33,7 +33,7 @@ from typing import Final
 import numpy as np
 
 from mpidist._base.memory import leak
-from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module
+from mpidist._mpi.library import MpiComm, MpiRequest, mpi_module, world_rank
 
 LEARN_SECONDS: Final = 1.0
 """How long it may be until MPI knows why a call has failed."""
@@ -136,6 +136,8 @@ def losses_behind(
     Returns:
         None: it is another error.
     """
+    if world_rank() is None:  # replicas that are threads need no MPI
+        return None
     if not is_on() or not isinstance(error, mpi_module().Exception):
         return None
     end = time.monotonic() + LEARN_SECONDS
