@@ -356,15 +356,14 @@ def place(host: Array, device: gpus.Device) -> Array:
 
 def fill(target: Array, values: Array) -> None:
     """Copy ``values`` into ``target``, from host to GPU or back if necessary."""
-    if is_device_array(target):
-        if is_device_array(values):
-            target[...] = values
-        else:
-            # set() requires the same dtype and C order.
-            host = np.ascontiguousarray(values, dtype=target.dtype)
-            target.set(host.reshape(target.shape))
-    else:
+    if not is_device_array(target):
         target[...] = to_host(values)
+    elif is_device_array(values):
+        target[...] = values
+    else:
+        # set() requires the same dtype and C order.
+        host = np.ascontiguousarray(values, dtype=target.dtype)
+        target.set(host.reshape(target.shape))
 
 
 def synchronize(x: Array) -> None:

@@ -210,5 +210,5 @@ def debugging() -> bool:
 
     It is read at each call, and never raises: an exception may be about to be shown.
     """
-    text = os.environ.get("MPIDIST_DEBUG", "").strip().lower()
-    return text not in ("", "0", "auto", "false", "no", "off")
+    text = _text_of("MPIDIST_DEBUG")
+    return _FLAGS.get(text, text not in ("", "auto"))

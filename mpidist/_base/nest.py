@@ -44,11 +44,8 @@ class Structure:
     def __init__(self, spec: optree.PyTreeSpec, equal: Structure | None = None) -> None:
         self._spec = spec
         if equal is not None:
-            self._order, self._parts, self._text = (
-                equal._order,
-                equal._parts,
-                equal._text,
-            )
+            self._order, self._parts = equal._order, equal._parts
+            self._text = equal._text
             return
         order: list[int] = []
         self._parts = _describe(spec, 0, order).split(_PLACE)

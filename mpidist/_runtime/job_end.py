@@ -155,11 +155,9 @@ def end_job(
 
 def _is_because_of_others(error: BaseException) -> bool:
     """Whether a rank that lives has told this one of an error."""
-    if isinstance(error, ReplicaLostError):  # who began it is dead
-        return isinstance(error.__cause__, RemoteTraceback)
-    return isinstance(error, CollectiveError) or isinstance(
-        error.__cause__, RemoteTraceback
-    )
+    is_lost = isinstance(error, ReplicaLostError)  # then who began it is dead
+    of_all = isinstance(error, CollectiveError) and not is_lost
+    return of_all or isinstance(error.__cause__, RemoteTraceback)
 
 
 def _show(show: Callable[[], Any], error: BaseException) -> None:

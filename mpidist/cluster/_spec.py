@@ -27,7 +27,7 @@ class ClusterSpec:
         """Check the addresses, and copy them."""
         self._tasks: dict[str, dict[int, str]] = {}
         if isinstance(cluster, ClusterSpec):
-            cluster = {job: cluster._tasks[job] for job in cluster.jobs}
+            cluster = cluster._tasks
         if not isinstance(cluster, Mapping):
             raise TypeError(
                 "ClusterSpec: expected a dict of lists of addresses, such as "

@@ -52,17 +52,20 @@ class RowBlock:
 
     def checksum(self) -> int:
         """Return a checksum of its contents, the same in every process; not 0."""
-        texts = [
-            repr(leaf.tolist())
-            if leaf.dtype.kind not in "biufcV"
-            else checksums.summarize(leaf)
-            for leaf in self.leaves
-        ]
-        return fingerprint_of(self.structure.render(texts)) or 1
+
+        def text_of(x: Array) -> str:
+            is_number = x.dtype.kind in "biufcV"
+            return checksums.summarize(x) if is_number else repr(x.tolist())
+
+        return fingerprint_of(self.render(text_of)) or 1
+
+    def render(self, text_of: Callable[[Array], str]) -> str:
+        """Return the text of the structure with a text in the place of each leaf."""
+        return self.structure.render([*map(text_of, self.leaves)])
 
     def __str__(self) -> str:
         """For example ``{'x': float32 (8, 3)}``."""
-        return self.structure.render([backend.describe(leaf) for leaf in self.leaves])
+        return self.render(backend.describe)
 
 
 @dataclasses.dataclass
@@ -367,17 +370,14 @@ def describe_rows(block: RowBlock | None) -> str:
     """Return what the rows of a batch have in common; "" for None."""
     if block is None:
         return ""
-    return block.structure.render(
-        [f"{name_of_dtype(x.dtype)} {tuple(x.shape[1:])}" for x in block.leaves]
-    )
+    return block.render(lambda x: f"{name_of_dtype(x.dtype)} {tuple(x.shape[1:])}")
 
 
 def describe(block: RowBlock) -> str:
     """Return the text that must be the same on all ranks: ``{'x': float32 (*, *)}``."""
-    return block.structure.render(
-        [
-            f"{name_of_dtype(x.dtype)} "
-            f"({', '.join('*' * x.ndim) if x.ndim > 1 else '*,'})"
-            for x in block.leaves
-        ]
-    )
+
+    def text_of(x: Array) -> str:
+        sizes = ", ".join("*" * x.ndim) if x.ndim > 1 else "*,"
+        return f"{name_of_dtype(x.dtype)} ({sizes})"
+
+    return block.render(text_of)

@@ -72,12 +72,10 @@ class ThreadGroup:
                 dealt[one] = ranks, Channel(world, places, of_program=True)
             return dealt
 
-        dealt = self._comm.start("ThreadGroup.split", (color, key), deal)
-        while not dealt.wait_for(_WAIT_SECONDS):
-            pass
+        dealt: _Dealt = self._comm.call("ThreadGroup.split", (color, key), deal)
         if color is None:
             return None
-        ranks, channel = dealt.result[color]
+        ranks, channel = dealt[color]
         return ThreadGroup(channel, ranks.index(self.rank), self._place)
 
 
