@@ -108,7 +108,12 @@ class CheckpointManager:
         call.agree(f"(max_to_keep={max_to_keep}, checkpoint_name={checkpoint_name!r})")
 
         def look() -> tuple[str, str, tuple[list[Entry], int]]:
-            directory = os.path.abspath(given_directory)
+            place = directory = os.path.abspath(given_directory)
+            while not os.path.exists(place):
+                place = os.path.dirname(place)
+            what = "a directory, or a path where one can be made"
+            fits, error = os.path.isdir(place), NotADirectoryError
+            expect(fits, call.name, what, place, "a file is there", error=error)
             return given_directory, directory, scan(directory, checkpoint_name)
 
         used, self._directory, found = call.on_rank_0(look)

@@ -102,7 +102,7 @@ def join(strategy: Strategy, comm: Comm, make: Callable[[], Arguments]) -> Commu
         memory = open_shared_memory(communicator)
         guard = _make_guard(communicator, waits, environment, memory)
         collectives = _make_collectives(
-            communicator, guard, memory, arguments, environment, checks
+            communicator, guard, memory, arguments, environment, checks, strategy
         )
         # The communicator and the guard outlive the collectives: all ranks free them
         # together, when the last rank has collected its strategy.
@@ -224,6 +224,7 @@ def _make_collectives(
     arguments: Arguments,
     environment: Environment,
     checks: bool,
+    strategy: Strategy,
 ) -> Collectives:
     """Check the arguments on all ranks; make the collectives. Collective.
 
@@ -247,7 +248,8 @@ def _make_collectives(
         resources = Resources(communicator, guard, options, environment, chosen, memory)
         collectives = make(resources)
         finding = resources.find_transports()
-    text = _describe(collectives, arguments.cross_device_ops, checks)
+    kind, ops = type(strategy).__name__, arguments.cross_device_ops
+    text = f"{kind}(...) with {_describe(collectives, ops, checks)}"
     rows = guard.values_of_all(mismatch.Call(text), (finding, sums))
     guard.call = mismatch.call_of("MPIStrategy(...)")  # in messages as the last call
     findings, all_sums = zip(*rows, strict=True)
@@ -279,7 +281,7 @@ def _describe(
         ),
     }
     parts = [
-        f"MPIStrategy(...) with {options.bytes_per_pack} bytes_per_pack",
+        f"{options.bytes_per_pack} bytes_per_pack",
         f"{resources.guard.timeout_seconds} timeout_seconds",
         options.implementation.name,
         f"guard={checks}",

@@ -157,7 +157,8 @@ def _run_once(
 ) -> _R:
     """Run the training in a job that ends when one of its processes dies."""
     alone = threads.current() is None
-    strategy = make_strategy(library.mpi_module().COMM_WORLD if alone else None)
+    comm = library.mpi_module().COMM_WORLD if alone else None
+    strategy = _made(make_strategy, comm)
     size = strategy.num_replicas_in_sync
     if size < min_replicas:
         raise ValueError(
@@ -175,6 +176,13 @@ def _run_once(
     strategy.close()
     group_of(strategy).guard.close(_ENDED)
     return result
+
+
+def _made(make_strategy: _MakeStrategy, comm: Any) -> MPIStrategy:
+    strategy = make_strategy(comm)
+    what, hint = "a strategy from `make_strategy`", "write `return MPIStrategy(comm)`"
+    expect(isinstance(strategy, MPIStrategy), "elastic.run", what, strategy, hint)
+    return strategy
 
 
 def _begin(
@@ -303,7 +311,7 @@ class _Survivor:
         self, current: Round, train: Callable[[Any, State], _R], state: State
     ) -> _R:
         storage, placement = self._storage, current.placement
-        strategy = self._make_strategy(current.replicas)
+        strategy = _made(self._make_strategy, current.replicas)
         self._strategy = weakref.ref(strategy)
         self._role = Role.RUNNING if placement.commit else Role.STARTING
         # Datasets are made anew, here and on spares, and must be shuffled alike.

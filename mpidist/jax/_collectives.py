@@ -11,7 +11,8 @@ from typing import Any, Final, TypeAlias
 import jax
 import numpy as np
 
-from mpidist._base import reporting, threads
+from mpidist._agreement.mismatch import Call
+from mpidist._base import nest, reporting, threads
 from mpidist._base.cache import Cache
 from mpidist._base.errors import on_rank, warn_caller
 from mpidist._base.expect import expect
@@ -166,8 +167,12 @@ def value_and_grad(
         steps.begin(group, named, call, _ADVICE)
         if jit and steps.number <= 2:
             _warn_of_functions(group, fun, call, steps.number == 1)
-        with group.guard.checking(call):
+        try:
             value, gradients = local(*args, **kwargs)
+        except Exception as error:
+            told = Call(f"{call}, the function")
+            raise group.guard.fail(told, error, "raised") from error.__cause__
+        with group.guard.checking(call):
             loss, aux = value if has_aux else (value, None)
             if checked is ReduceOp.MEAN and _has_no_rows((args, kwargs)):
                 _warn_of_no_rows(group, loss, call)
@@ -229,7 +234,10 @@ def _arguments(
 
 def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
     """Return the leaves by their names, for messages; and JAX's structure."""
-    leaves, structure = jax.tree_util.tree_flatten(tree)
+    try:
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+    except SystemError as error:  # as of a RecursionError in nanobind
+        raise nest.endless(tree) from error.__cause__
     names = _names.get(structure)
     if names is None:
         paths, _ = jax.tree_util.tree_flatten_with_path(tree)

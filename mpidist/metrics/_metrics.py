@@ -27,6 +27,8 @@ _PER_REPLICA: Final = (
 
 _CAPITAL: Final = re.compile("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
+_COMPARED: Final = (bool, int, float, str, np.generic, np.ndarray, type(None))
+
 _MASKED: Final = "write `x.filled(value)`, and give what is masked a weight of 0"
 
 
@@ -106,6 +108,9 @@ class Metric:
             name, shape = shape, ()
         what, hint = '`initializer` to be "zeros"', "add the initial value in `result`"
         expect(fits, call, what, initializer, hint, error=ValueError)
+        current = context.current()
+        if not self._weights and current.coordinator is None:
+            current.group.guard.agree(Call(self._described()))
         made = Variable(
             np.zeros(shape, dtype),
             shape=shape,  # which the ranks compare
@@ -115,6 +120,17 @@ class Metric:
         )
         self._weights.append(made)
         return made
+
+    def _described(self) -> str:
+        """Return the class, and what ranks compare of the arguments of those here."""
+        made, settings = self._made, []
+        if type(self).__module__.startswith(__package__):
+            bound = inspect.signature(made.func).bind(*made.args, **made.keywords)
+            bound.apply_defaults()
+            for name, x in bound.arguments.items():
+                if all(isinstance(leaf, _COMPARED) for leaf in nest.flatten(x)[0]):
+                    settings.append(f"{name}={x}")
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that it was made with, by name, for `from_config`."""

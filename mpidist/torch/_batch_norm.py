@@ -39,7 +39,8 @@ class SyncBatchNorm(_BatchNorm):
             numbers.
         ValueError: at a forward pass, for input with fewer than two axes, and for one
             value per channel on all ranks together.
-        CollectiveMismatchError: if dtypes or numbers of channels differ between ranks.
+        CollectiveMismatchError: if dtypes, numbers of channels, ``eps`` or ``momentum``
+            differ between ranks.
         RuntimeError: if no strategy is active.
     """
 
@@ -112,7 +113,8 @@ class SyncBatchNorm(_BatchNorm):
         dtype = torch.promote_types(input.dtype, torch.float32)
         x = input.to(dtype)
         own = x.new_full((1,), x.numel() / self.num_features)
-        total = _SumOverRanks.apply(group, torch.cat([x.sum(axes), own]), _CALL)
+        call = f"{_CALL} with eps={self.eps}, momentum={self.momentum}"
+        total = _SumOverRanks.apply(group, torch.cat([x.sum(axes), own]), call)
         count = total[-1].detach()
         if count <= 1:
             raise ValueError(

@@ -152,6 +152,12 @@ def _arrays_of(
                 f"{call}: the gradient of {name!r}: got a sparse one; write "
                 "`torch.nn.Embedding(..., sparse=False)`"
             )
+        if gradient.shape != parameter.shape:
+            raise ValueError(
+                f"{call}: the gradient of {name!r} has shape {tuple(gradient.shape)}, "
+                f"but the parameter {tuple(parameter.shape)}; its `data` was replaced "
+                "after `backward()`: call `optimizer.zero_grad()` then"
+            )
         array, _ = backend.as_array(gradient, f"{call}: the gradient of {name!r}")
         arrays[name] = array
     if len(arrays) < len(named):

@@ -65,6 +65,17 @@ class Sequence(NamedTuple):
     parameters: list[torch.Tensor]
     partition: Partition
 
+    def check(self, call: str) -> None:
+        """Raise a ValueError if a parameter has another number of elements now."""
+        starts = self.partition.starts
+        for p, start, stop in zip(self.parameters, starts, starts[1:], strict=False):
+            if p.numel() != stop - start:
+                raise ValueError(
+                    f"{call}: expected a parameter of {stop - start} elements, as when "
+                    f"the optimizer was made, got shape {tuple(p.shape)}; make the "
+                    "optimizer after the parameters have changed"
+                )
+
     def elements_of(self, rank: int) -> torch.Tensor:
         """Return the elements that a rank has."""
         pieces = [

@@ -115,6 +115,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._strategy: Strategy = group.strategy
         self._rank, self._ranks = group.replica_id, group.num_replicas
         self._loads = [0] * self._ranks
+        self._restored = 0  # how often `load_state_dict` was called
         self._sequences: list[Sequence] = []
         self._parts: list[list[Part]] = []
         self._checked = self._ranks == 1
@@ -166,6 +167,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
             loss = run_section(guard, Call(f"{call}, the closure"), body)
         with group.guard.checking(call):
+            for sequence in self._sequences:
+                sequence.check(call)
             for part in self._all_parts():
                 part.refresh()
             self._write_settings()
@@ -249,6 +252,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             ValueError: if its groups, or the shapes in it, do not fit the parameters.
         """
         call = f"{self._name}.load_state_dict"
+        self._restored += 1
         saved = state_dict["param_groups"]
         expected = [len(group["params"]) for group in self.param_groups]
         got = [len(group["params"]) for group in saved]
@@ -378,6 +382,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             if p.requires_grad and p.grad is None
         ]
         text = f", without gradients for {', '.join(without)}" if without else ""
+        if self._restored:
+            text += f", after {self._restored} calls of load_state_dict"
         return f"{call} with {text_of_settings(self.param_groups)}{text}"
 
     def _digests(self) -> Iterator[bytes]:

@@ -276,6 +276,10 @@ def test_arguments_of_the_manager(tmp_path):
     ):
         with pytest.raises(error, match=message):
             mpidist.CheckpointManager(checkpoint, tmp_path, **arguments)
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/below"):
+        with pytest.raises(NotADirectoryError, match=r"expected a directory, .*/file'"):
+            mpidist.CheckpointManager(checkpoint, tmp_path / place)
     with pytest.raises(TypeError, match=r"CheckpointManager\(mpidist.Checkpoint"):
         mpidist.CheckpointManager(tmp_path, checkpoint)
     manager = mpidist.CheckpointManager(checkpoint, tmp_path)

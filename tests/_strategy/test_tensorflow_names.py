@@ -54,6 +54,13 @@ def test_strategies_by_other_names(strategy, rank, size):
         made.close()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_strategy_of_another_class_on_one_rank(rank):
+    kinds = mpidist.MPIStrategy, mpidist.MirroredStrategy
+    with pytest.raises(mpidist.CollectiveMismatchError, match=r" MirroredStrategy\("):
+        kinds[min(rank, 1)]()
+
+
 def test_any_strategy_is_mirrored(strategy):
     class Own(mpidist.MirroredStrategy):
         pass

@@ -374,6 +374,13 @@ def _sums(strategy, state):
     return [int(strategy.reduce("SUM", x, axis=0)) for x in state.batches]
 
 
+def test_a_make_strategy_that_returns_none():
+    make: Any = lambda comm: None  # noqa: E731
+    run = lambda: elastic.run(print, elastic.State(), make_strategy=make)  # noqa: E731
+    with pytest.raises(TypeError, match=r"write `return MPIStrategy\(comm\)`"):
+        testing.run(1, run)
+
+
 def test_run_says_that_it_is_no_decorator():
     """Horovod's is: its programs write `@hvd.elastic.run`."""
     with pytest.raises(TypeError, match=r"write `mpidist.elastic.run\(train, state\)`"):

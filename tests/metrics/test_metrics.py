@@ -207,12 +207,23 @@ def test_an_error_on_one_rank_is_one_on_all(strategy):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_metric_of_another_size_on_one_replica(strategy, rank):
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        ("MeanIoU", "num_classes", (2, 3)),
+        ("BinaryAccuracy", "threshold", (0.5, 0.6)),
+        ("AUC", "curve", ("ROC", "PR")),
+        ("Precision", "thresholds", ([0.1, 0.5], [0.2, 0.5])),
+    ],
+)
+def test_metrics_with_other_settings_on_one_replica(strategy, rank, kind, name, values):
     def make():
         with strategy.scope():
-            return mpidist.metrics.MeanIoU(2 + (rank == 1))
+            value = values[min(rank, 1)]
+            return getattr(mpidist.metrics, kind)(**{name: value}, dtype=object())
 
-    raises_everywhere(mpidist.CollectiveMismatchError, make, "shape=(3, 3)")
+    parts = (f"{kind}(", *(f"{name}={value}" for value in values))
+    raises_everywhere(mpidist.CollectiveMismatchError, make, *parts)
 
 
 @pytest.mark.mpi(min_size=2)

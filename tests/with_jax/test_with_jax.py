@@ -155,7 +155,14 @@ def test_numbers_of_arguments(strategy, jax, mj):
 def test_a_function_that_raises_on_one_rank(strategy, rank, jax, mj):
     step = mj.value_and_grad(lambda p, x: (p * x).sum(), strategy=strategy)
     one, rows = jax.numpy.ones(2), jax.numpy.ones(2 + rank)
-    raises_everywhere(TypeError, lambda: step(one, rows), "got incompatible shapes")
+    endless = [one]
+    if rank == 1:
+        endless.append(endless)
+    for call in (step, functools.partial(mj.broadcast, strategy=strategy)):
+        raises_everywhere(ValueError, lambda x=call: x(endless), "contains itself")
+    error = mpidist.ReplicaError if rank == 0 else TypeError
+    with pytest.raises(error, match="got incompatible shapes"):
+        step(one, rows)
     assert step(one, one)[0] == 2
 
 

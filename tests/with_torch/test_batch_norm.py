@@ -177,4 +177,8 @@ def test_what_is_refused(strategy, rank, torch, norm):
         mpidist.CollectiveMismatchError, lambda: other(torch.zeros(4, 3 + rank))
     )
     assert all(text.count("(at test_batch_norm.py:") == 2 for text in differs)
+    for name in ("eps", "momentum"):
+        other = norm(3, strategy=strategy, **{name: 0.5 + rank})
+        call = lambda other=other: other(torch.zeros(4, 3))  # noqa: E731
+        raises_everywhere(mpidist.CollectiveMismatchError, call, f"{name}=1.5")
     module(torch.arange(12.0).reshape(4, 3))  # the strategy goes on

@@ -460,6 +460,18 @@ def test_what_differs_between_ranks(strategy, rank, torch, mt):
         model[0].bias.grad = None
     for text in raises_everywhere(mpidist.CollectiveMismatchError, sharded.step):
         assert "without gradients for 1" in text
+    backward(torch, model)
+    state = sharded.state_dict()
+    if rank == 1:
+        sharded.load_state_dict(state)
+    error, loads = mpidist.CollectiveMismatchError, "after 1 calls of load_state_dict"
+    raises_everywhere(error, sharded.step, loads)
+    if rank == 0:
+        sharded.load_state_dict(state)
+    sharded.step()
+    if rank == 1:
+        model[0].weight.data = torch.zeros(9)
+    raises_everywhere(ValueError, sharded.step, "got shape (9,)")
 
     def make(model, kind="Adam", **defaults):
         cls = getattr(torch.optim, kind)

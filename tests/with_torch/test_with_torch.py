@@ -461,6 +461,10 @@ def test_wrong_arguments(strategy, rank, torch, mt):
     share_state = functools.partial(mt.broadcast_optimizer_state, strategy=strategy)
     sizes = torch.optim.SGD([x, x.clone()][: 2 - rank])  # of the group, on each rank
     two_passes = wrap(sgd, backward_passes_per_step=2)
+    grown = torch.nn.Linear(2, 1, bias=False)
+    mt.broadcast_parameters(grown, strategy=strategy)
+    grown(x).backward()
+    grown.weight.data = torch.ones(3, 2)
 
     def merge():
         context = mpidist.get_replica_context()
@@ -474,6 +478,7 @@ def test_wrong_arguments(strategy, rank, torch, mt):
         (ValueError, "MEAN or SUM", lambda: reduce(model, "MAX" if bad else "SUM")),
         (ValueError, "no parameter requires", lambda: reduce([])),
         (TypeError, sparse, lambda: reduce(embedding)),
+        (ValueError, "but the parameter (3, 2)", lambda: reduce(grown)),
         (ValueError, "from 0 to 1, got 2", lambda: broadcast(model, 2 if bad else 0)),
         (TypeError, "to be an int", lambda: broadcast(model, "0")),
         (TypeError, "a dict of tensors by name", lambda: broadcast([x])),
