@@ -110,7 +110,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fewer-threads",
         action="store_true",
         help="run tests with several numbers of replicas, which are threads, in all "
-        "cases on the largest number, in a third, one at least, on each other one",
+        "cases on the largest number, in a third, one at least, on each other one; of "
+        "cases that differ in `implementation` and `nodes` in one",
     )
 
 
@@ -157,15 +158,26 @@ def _leave_out(
     items[:] = [item for item in items if item.nodeid not in left_out]
 
 
+# Arguments of tests that are nothing to threads, which have one way to move data.
+_OF_PROCESSES = ("implementation", "nodes")
+
+
 def _keep_fewer_threads(config: pytest.Config, items: list[pytest.Item]) -> None:
     by_test: dict[str, dict[int, list[pytest.Item]]] = {}
+    seen: set[str] = set()
+    left_out: set[str] = set()
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        number = callspec and callspec.params.get("number_of_replicas")
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        number = params.get("number_of_replicas")
         if number:
             test = item.nodeid.partition("[")[0]
-            by_test.setdefault(test, {}).setdefault(number, []).append(item)
-    left_out: set[str] = set()
+            kept = [v for k, v in params.items() if k not in _OF_PROCESSES]
+            case = f"{test} {kept}" if len(kept) < len(params) else item.nodeid
+            if case in seen:
+                left_out.add(item.nodeid)
+            else:
+                seen.add(case)
+                by_test.setdefault(test, {}).setdefault(number, []).append(item)
     for sizes in by_test.values():
         for number in sizes.keys() - {max(sizes)}:
             cases = sorted(sizes[number], key=_number_of)

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 from launching import ROOT, run_python, run_ranks
+from replicas import slow
 
 from mpidist._agreement import stacks
 
@@ -132,6 +133,7 @@ def test_where_a_rank_is(tmp_path):
     assert found["is stopped"].strip().endswith(stopped)
 
 
+@slow
 def test_ranks_that_are_at_the_same_line_share_a_stack(tmp_path):
     """And the text has less than twenty lines, also with deep stacks."""
     body = """

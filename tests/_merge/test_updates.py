@@ -26,7 +26,10 @@ import mpidist
 from mpidist._strategy.strategy import group_of
 from mpidist._values.variable import storage_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)]
+pytestmark = [
+    *(pytest.mark.mpi, pytest.mark.core, pytest.mark.replicas(2, 3)),
+    pytest.mark.parametrize("implementation", ["SHARED", "DIRECT"]),
+]
 
 LAST = "the last rank raises"
 calls = collections.Counter()  # of this rank's functions
@@ -49,9 +52,9 @@ def fail_on_last(variable, ballast=b""):
         raise ArithmeticError(LAST)
 
 
-@pytest.fixture(params=["SHARED", "DIRECT"])
-def strategy(request, new_strategy):
-    return new_strategy(implementation=request.param)
+@pytest.fixture
+def strategy(implementation, new_strategy):
+    return new_strategy(implementation=implementation)
 
 
 def names_of(rows):

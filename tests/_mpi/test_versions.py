@@ -12,6 +12,7 @@ from replicas import (
     everywhere,
     next_communicator,
     raises_everywhere,
+    slow,
     wait_for_reports,
 )
 
@@ -189,6 +190,7 @@ if comm.rank == 0:
 """
 
 
+@slow
 def test_many_ranks_do_not_all_connect_with_each_other():
     env = {"OMPI_MCA_btl": "tcp,self", "MPIDIST_SIMULATED_NODES": "16"}
     result = run_ranks(16, ["-c", MANY], timeout=200, env=env)

@@ -12,7 +12,7 @@ import pytest
 from tests import launching
 from tests.elastic import random_kills
 from tests.elastic.random_kills import PROGRAM, Ended
-from tests.replicas import fuzz_seeds, rarely, with_slow
+from tests.replicas import fuzz_seeds, rarely, slow
 
 SECONDS = 100
 
@@ -52,8 +52,9 @@ def test_killed_in_a_commit(after):
     assert "lost replica 0; 3 replicas go on" in job.errors
 
 
+@slow
 @survives
-@pytest.mark.parametrize("seed", fuzz_seeds(3 if with_slow else 1))
+@pytest.mark.parametrize("seed", fuzz_seeds(3))
 def test_killed_at_random(seed):
     ranks, settings = random_kills.draw(seed)
     job = train(ranks, **settings)
@@ -111,7 +112,7 @@ def test_without_fault_tolerance_it_is_an_ordinary_run():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [rarely(False), True])
 def test_a_job_that_failed_is_started_again_from_its_checkpoint(tmp_path, killed):
     settings = {"directory": str(tmp_path / "run"), "leave_after": 7}
     settings["leave_killed"] = killed
@@ -159,7 +160,7 @@ def test_how_a_program_ends_after_a_loss(how, code, text, tmp_path):
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("options", [(), launching.ULFM])
+@pytest.mark.parametrize("options", [rarely(()), launching.ULFM])
 def test_a_replica_that_leaves_by_an_exception_tells_the_others(options):
     if options and not launching.outlives_ranks():
         pytest.skip("this MPI ends a job when a rank dies")
