@@ -3,6 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
+tf.get_logger().setLevel("ERROR")
+
 mirrored_strategy = tf.distribute.MirroredStrategy()
 n = mirrored_strategy.num_replicas_in_sync
 global_batch_size = 2 * n
