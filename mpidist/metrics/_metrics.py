@@ -123,14 +123,14 @@ class Metric:
 
     def _described(self) -> str:
         """Return the class, and what ranks compare of the arguments of those here."""
-        made, settings = self._made, []
-        if type(self).__module__.startswith(__package__):
-            bound = inspect.signature(made.func).bind(*made.args, **made.keywords)
-            bound.apply_defaults()
-            for name, x in bound.arguments.items():
+        kind, settings = type(self), []
+        if kind.__module__.startswith(__package__):
+            made = self.get_config()
+            for name, parameter in inspect.signature(kind).parameters.items():
+                x = made.get(name, parameter.default)
                 if all(isinstance(leaf, _COMPARED) for leaf in nest.flatten(x)[0]):
                     settings.append(f"{name}={x}")
-        return f"{type(self).__name__}({', '.join(settings)})"
+        return f"{kind.__name__}({', '.join(settings)})"
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that it was made with, by name, for `from_config`."""
