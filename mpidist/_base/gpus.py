@@ -105,8 +105,7 @@ def count_gpus() -> tuple[int, str]:
 
 def pinned_empty(nbytes: int) -> HostArray:
     """Return bytes (uint8) in page-locked memory, for copies to and from a GPU."""
-    cupyx = importlib.import_module("cupyx")
-    return cupyx.empty_pinned(nbytes, "u1")
+    return importlib.import_module("cupyx").empty_pinned(nbytes, "u1")
 
 
 def current_stream() -> Stream:

@@ -172,8 +172,7 @@ def dtype_of(name: str) -> DType:
         return np.dtype(name)
     except TypeError:
         try:
-            module = importlib.import_module("ml_dtypes")
-            return np.dtype(getattr(module, name))
+            return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
         except (ImportError, AttributeError, TypeError):
             raise TypeError(
                 f"NumPy itself has no dtype {name}; install ml_dtypes (`pip install "

@@ -127,6 +127,4 @@ def _divide(x: HostArray, y: HostArray) -> HostArray:
     """Return quotients of integers, rounded towards 0, as in C and TensorFlow."""
     with np.errstate(over="ignore"):
         quotient, rest = np.divmod(x, y)
-        below: HostArray = (rest != 0) & ((x < 0) != (y < 0))
-        rounded: HostArray = quotient + below
-    return rounded
+        return quotient + ((rest != 0) & ((x < 0) != (y < 0)))

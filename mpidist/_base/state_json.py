@@ -49,7 +49,7 @@ def host_copy(x: Stored) -> HostArray:
 def own_copy(x: Stored, out: HostArray | None = None) -> HostArray:
     """Return a copy on the host; in ``out``, which may be overwritten, if it fits."""
     if isinstance(x, DeviceCopy) or backend.is_device_array(x):
-        return np.asarray(host_copy(x))
+        return host_copy(x)
     if out is None or out.shape != x.shape or out.dtype != x.dtype:
         return np.array(x)
     out[...] = x

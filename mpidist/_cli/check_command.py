@@ -70,8 +70,7 @@ class _Job(Job):
         """Run on all replicas; return the result of this rank's replica."""
         strategy = self.strategy
         result = strategy.run(lambda: replica(mpidist.get_replica_context()))
-        found: tuple[_T, ...] = strategy.experimental_local_results(result)
-        return found[0]
+        return strategy.experimental_local_results(result)[0]
 
 
 def _ranks(job: _Job) -> Finding:

@@ -230,8 +230,7 @@ class Group:
 
     def _areas(self, piece: int) -> tuple[int, int]:
         """Return where this rank's area for a piece, and that for its sums, are."""
-        places: tuple[int, int] = self._nodes.node.channel.areas(self._area + piece)
-        return places
+        return self._nodes.node.channel.areas(self._area + piece)
 
     def _begin(self, piece: int) -> None:
         """Begin to send this rank's slice of a piece, which the node has reduced."""

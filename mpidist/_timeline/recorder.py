@@ -98,8 +98,7 @@ def span_of(event: dict[str, Any]) -> Span:
 
 def metadata(name: str, rank: int, strategy: int = 0, /, **args: Any) -> dict[str, Any]:
     """Return an event that is about a process, or about a strategy of it."""
-    where = {"pid": rank, "tid": strategy}
-    return {"ph": "M", "name": name, **where, "args": args}
+    return {"ph": "M", "name": name, "pid": rank, "tid": strategy, "args": args}
 
 
 def part_of(path: Path, rank: int) -> Path:

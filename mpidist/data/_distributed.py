@@ -78,8 +78,7 @@ class DistributedDataset:
             if input.checked:
                 text += ", compared (MPIDIST_DEBUG)"
             sample = stage.sample()
-        unknown = int(not sample)
-        same = group.guard.agree_on(Call(text), sample, unknown)
+        same = group.guard.agree_on(Call(text), sample, int(not sample))
         if not (same or group.guard.largest):
             warn_caller(on_rank(group.replica_id, f"{call}: {_DIFFERENT_ROWS}"))
         input.number = group.registry.next_key()

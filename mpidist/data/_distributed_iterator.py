@@ -317,8 +317,7 @@ class DistributedIterator(PositionedIterator):
         key = (block.structure, *kinds)
         call = self._calls.get(key)
         if call is None:
-            text = f"{self._call.text}: {describe(block)}"
-            call = self._calls[key] = Call(text)
+            call = self._calls[key] = Call(f"{self._call.text}: {describe(block)}")
         return call
 
     # --- reading --------------------------------------------------------------

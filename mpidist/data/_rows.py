@@ -133,7 +133,7 @@ def _from_dlpack(x: Any, call: str) -> Array:
     if int(x.__dlpack_device__()[0]) not in _DLPACK_CPU:
         module = sys.modules.get("cupy", np)
     try:
-        leaf: Array = module.from_dlpack(x)
+        return module.from_dlpack(x)
     except Exception as error:
         kind = type(x)
         raise TypeError(
@@ -141,7 +141,6 @@ def _from_dlpack(x: Any, call: str) -> Array:
             f"{getattr(x, 'dtype', '?')} over DLPack ({error}); convert it to a dtype "
             "that NumPy has, on the host or, where CuPy is in use, on the GPU"
         ) from error
-    return leaf
 
 
 def _native(x: HostArray) -> HostArray:
@@ -335,8 +334,7 @@ def gather(x: Any, indices: HostArray) -> Array:
             return found.copy()
         return _native(np.array(found))
     if backend.is_device_array(x):
-        found = x[backend.like(x, indices)]
-        return found
+        return x[backend.like(x, indices)]
     if isinstance(x, np.ndarray):
         return _native(np.asarray(x[indices]))
     # HDF5 needs increasing indices, others support only slices: read runs of rows.

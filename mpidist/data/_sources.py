@@ -180,8 +180,7 @@ def _as_declared(spec: ArraySpec, x: Nest) -> HostArray:
             "`output_signature`, but the generator yielded one of shape "
             f"{array.shape}"
         )
-    dtype = longest_text(spec.dtype, array.dtype)
-    return array.astype(dtype, copy=False)
+    return array.astype(longest_text(spec.dtype, array.dtype), copy=False)
 
 
 class Generated(Stage):
@@ -341,9 +340,8 @@ def _spec(dtype: Any, shape: Any = None) -> ArraySpec:
 def as_dtype(value: Any, method: str) -> DType:
     """Return a dtype."""
     try:
-        dtype: DType = np.dtype(value)
+        return np.dtype(value)
     except TypeError as error:
         raise TypeError(
             f"Dataset.{method}: expected a dtype of NumPy, got {value!r:.60}"
         ) from error
-    return dtype

@@ -228,8 +228,7 @@ def _arguments(
     with group.guard.checking(call):
         numbers = np.atleast_1d(argnums).tolist()
         count = len(args)  # JAX says what is wrong with other numbers
-        leaves, _ = _flatten([args[n] for n in numbers if -count <= n < count])
-    return leaves
+        return _flatten([args[n] for n in numbers if -count <= n < count])[0]
 
 
 def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:

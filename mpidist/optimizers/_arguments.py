@@ -226,8 +226,7 @@ def _cast(x: Array, kind: str, dtype: DType, call: str) -> Array:
             f"{call}: expected dtype {dtype.name}, got {backend.describe(x)}; write "
             f"`{write}`"
         )
-    cast: Array = x.astype(dtype)
-    return cast
+    return x.astype(dtype)
 
 
 @dataclasses.dataclass(slots=True)

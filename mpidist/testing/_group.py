@@ -43,8 +43,7 @@ class ThreadGroup:
 
     def broadcast(self, x: _T, root: int = 0) -> _T:
         """Return the object of one replica on each of them. Collective."""
-        result: _T = self._comm.call(f"ThreadGroup.broadcast from {root}", x, root=root)
-        return result
+        return self._comm.call(f"ThreadGroup.broadcast from {root}", x, root=root)
 
     def barrier(self) -> None:
         """Wait until each replica has called this. Collective."""

@@ -114,8 +114,7 @@ def sums_of(
         arrays = _arrays_of(named, gradients, call)
         if flags:
             arrays[FLAGS] = np.array(flags, np.float32)
-    results: Sums = group.all_reduce_of(owner)(op, arrays, None, call)
-    return results
+    return group.all_reduce_of(owner)(op, arrays, None, call)
 
 
 def assign(named: Named, sums: Sums, divisor: int) -> None:

@@ -280,8 +280,7 @@ class DistributedOptimizer(_AnyOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer."""
-        state: dict[str, Any] = self._optimizer.state_dict()
-        return state
+        return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state of the optimizer, and discard passes accumulated so far.
