@@ -1,4 +1,10 @@
-"""The gradients of parameters: which there are, and their reductions over the ranks."""
+"""The gradients of parameters: which there are, and their reductions over the ranks.
+
+Of sparse gradients all ranks get the rows of all. Whether a parameter has one is agreed
+in the first call of an owner, which reduces flags alone, since the sum of a dense one
+would take the memory of a large table. They come with the gradients later: what some
+rank finds to be sparse then counts as zeros, and all ranks make the call once more.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,8 @@ from torch._compile import _disable_dynamo
 
 from mpidist._base import backend, guests
 from mpidist._base.expect import expect
+from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
-from mpidist._base.types import Array
 from mpidist._runtime.group import ReplicaGroup
 
 Parameters: TypeAlias = "torch.nn.Module | Iterable[torch.nn.Parameter]"
@@ -23,9 +29,12 @@ Sums: TypeAlias = dict[str, Any]
 """Reduced arrays, by the names of parameters; and by the next two."""
 
 # No parameter has these names: those of modules have no spaces.
+# Two rows of flags: which parameters have a gradient, and which a sparse one.
 PRESENT: Final = "which parameters have a gradient"
 FLAGS: Final = "flags of the ranks"
 _WRITE_PARAMETERS: Final = "write `module.parameters()`"
+# By owner and group: the names of those that had a sparse gradient on some rank.
+_sparse: Final[Any] = weakref.WeakKeyDictionary()
 
 
 def check_op(op: ReduceOp | str, call: str) -> ReduceOp:
@@ -110,11 +119,21 @@ def sums_of(
         call: the name of the call, for messages.
         flags: numbers of this rank, which are reduced with them.
     """
-    with group.guard.checking(call):
-        arrays = _arrays_of(named, gradients, call)
-        if flags:
-            arrays[FLAGS] = np.array(flags, np.float32)
-    return group.all_reduce_of(owner)(op, arrays, None, call)
+    of_groups = _sparse.get(owner)
+    if of_groups is None:
+        of_groups = _sparse[owner] = weakref.WeakKeyDictionary()
+    while True:
+        known = of_groups.get(group)
+        with group.guard.checking(call):
+            arrays = _arrays_of(named, gradients, known, call)
+            if flags:
+                arrays[FLAGS] = np.array(flags, np.float32)
+        results = group.all_reduce_of(owner)(op, arrays, None, call)
+        flagged = results[PRESENT][1].tolist()
+        found = {name for (name, _), x in zip(named, flagged, strict=True) if x}
+        if known is not None and found <= known:
+            return results
+        of_groups[group] = found | (known or set())
 
 
 def assign(named: Named, sums: Sums, divisor: int) -> None:
@@ -125,44 +144,85 @@ def assign(named: Named, sums: Sums, divisor: int) -> None:
         sums: of their gradients.
         divisor: divides them.
     """
-    present: Sequence[float] = sums[PRESENT].tolist()
-    for (name, parameter), some in zip(named, present, strict=True):
+    flags = sums[PRESENT].tolist()
+    for (name, parameter), some, sparse in zip(named, *flags, strict=True):
         if not some:
             continue
-        gradient = guests.restore(sums[name], "torch")
-        gradient = guests.in_layout_of(gradient, parameter)
+        gradient = sums[name]
+        if isinstance(gradient, IndexedSlices):
+            gradient = of_rows(gradient)
+            if sparse < some:  # it is dense on some rank
+                gradient = gradient.to_dense()
+        else:
+            gradient = guests.restore(gradient, "torch")
+        if gradient.layout is torch.strided:
+            gradient = guests.in_layout_of(gradient, parameter)
         parameter.grad = gradient.div_(divisor) if divisor > 1 else gradient
 
 
 def _arrays_of(
-    named: Named, gradients: Sequence[torch.Tensor | None], call: str
-) -> dict[str, Array]:
-    """Return the gradients as arrays, zeros for those that are missing."""
-    arrays: dict[str, Array] = {}
-    present = np.ones(len(named), np.float32)
+    named: Named,
+    gradients: Sequence[torch.Tensor | None],
+    sparse: set[str] | None,
+    call: str,
+) -> dict[str, Any]:
+    """Return the gradients as arrays, zeros for those that are missing.
+
+    Args:
+        named: the parameters.
+        gradients: of them.
+        sparse: the names of those whose gradients travel as rows; None: nothing is
+            known yet, and only flags are returned.
+        call: the name of the call, for messages.
+    """
+    arrays: dict[str, Any] = {}
+    flags = np.zeros((2, len(named)), np.float32)
+    flags[0] = 1
     for i, ((name, parameter), gradient) in enumerate(
         zip(named, gradients, strict=True)
     ):
         if gradient is None:
-            present[i] = 0
-            gradient = torch.zeros_like(parameter)
-        if gradient.layout is not torch.strided:
-            raise TypeError(
-                f"{call}: the gradient of {name!r}: got a sparse one; write "
-                "`torch.nn.Embedding(..., sparse=False)`"
-            )
-        if gradient.shape != parameter.shape:
+            flags[0, i] = 0
+        elif gradient.shape != parameter.shape:
             raise ValueError(
                 f"{call}: the gradient of {name!r} has shape {tuple(gradient.shape)}, "
                 f"but the parameter {tuple(parameter.shape)}; its `data` was replaced "
                 "after `backward()`: call `optimizer.zero_grad()` then"
             )
+        elif gradient.layout is not torch.strided:
+            flags[1, i] = 1
+        if sparse is None:
+            continue
+        if name in sparse:
+            arrays[name] = rows_of(parameter, gradient)
+            continue
+        if gradient is None or flags[1, i]:
+            gradient = torch.zeros_like(parameter)
         array, _ = backend.as_array(gradient, f"{call}: the gradient of {name!r}")
         arrays[name] = array
-    if len(arrays) < len(named):
+    if sparse is not None and len(arrays) < len(named):
         raise ValueError(f"{call}: two parameters have the same name")
-    arrays[PRESENT] = present
+    arrays[PRESENT] = flags
     return arrays
+
+
+def rows_of(parameter: torch.Tensor, gradient: torch.Tensor | None) -> IndexedSlices:
+    """Return the rows of a gradient that are not zero; None: no rows."""
+    if gradient is None:
+        numbers = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return IndexedSlices(parameter.detach()[:0], numbers, parameter.shape)
+    if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+        gradient = gradient.to_dense().to_sparse(1)
+    gradient = gradient.coalesce()
+    return IndexedSlices(gradient.values(), gradient.indices()[0], gradient.shape)
+
+
+def of_rows(rows: IndexedSlices) -> torch.Tensor:
+    """Return rows as a sparse tensor: equal ones are added, in their order."""
+    numbers: Any = rows.indices
+    return torch.sparse_coo_tensor(
+        numbers[None], rows.values, rows.dense_shape, check_invariants=False
+    ).coalesce()
 
 
 def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:

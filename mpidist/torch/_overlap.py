@@ -12,7 +12,8 @@ a `zero_grad`, or a change by the program. A tensor's identity and version show 
 Each rank says which buckets are *stale* with its last bucket, and all reduce these once
 more. If that happens again in the next step, all buckets wait for `step` from then on.
 
-Parameters without a gradient on some rank are in the last bucket, once they are known.
+Parameters without a gradient on some rank are in the last bucket, once they are known,
+and so are those with a sparse one, which no backward pass may change meanwhile.
 """
 
 from __future__ import annotations
@@ -194,8 +195,9 @@ class Overlap:
             self._forget()
             plan = None
         if plan is None:
-            self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
             gradient = parameter.grad
+            if gradient is None or not gradient.is_sparse:
+                self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
             self._found[id(parameter)] = (*_with_version(gradient), _sum_of(gradient))
             return
         can_begin = plan.note(parameter)
@@ -317,11 +319,13 @@ class Overlap:
         for bucket, found in zip(plan.buckets, sums, strict=True):
             assign(bucket.named, found, divisor)
             if bucket is not last:
-                present = found[PRESENT].tolist()
+                present, sparse = found[PRESENT].tolist()
                 missing.update(
                     name
-                    for (name, _), part in zip(bucket.named, present, strict=True)
-                    if part < full
+                    for (name, _), part, rows in zip(
+                        bucket.named, present, sparse, strict=True
+                    )
+                    if part < full or rows
                 )
         plan.restart()
         self._count_stale(plan, any(stale))
@@ -336,8 +340,8 @@ class Overlap:
             plan: of this step.
             named: the parameters of this step.
             divisor: divides the results.
-            missing: the names of those without a gradient on some rank, which should be
-                in the last bucket.
+            missing: the names of those without a gradient on some rank, or with a
+                sparse one, which should be in the last bucket.
         """
         planned = {id(p) for _, p in plan.named}
         more = [(name, p) for name, p in named if id(p) not in planned]

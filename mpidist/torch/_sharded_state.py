@@ -21,7 +21,7 @@ ELEMENTWISE: Final = frozenset(
 )  # fmt: skip
 _REFUSED: Final = {
     torch.optim.LBFGS: "it needs the products of all gradients",
-    torch.optim.SparseAdam: "mpidist reduces dense gradients only",
+    torch.optim.SparseAdam: "only dense gradients can be",
 }
 _NOT_SETTINGS: Final = ("params", "param_names")
 _ALIGNED: Final = 16  # bytes: where the tensors of a state begin in a message
@@ -50,11 +50,20 @@ class Part:
         return self.tensor is not self.parameter
 
     def refresh(self) -> None:
-        """Take the memory that the parameter has now, and its gradient."""
+        """Take the memory that the parameter has now, and its gradient.
+
+        Raises:
+            TypeError: if the gradient is sparse.
+        """
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise TypeError(
+                "ZeroRedundancyOptimizer: got a sparse gradient; write "
+                "`torch.nn.Embedding(..., sparse=False)`"
+            )
         if not self.is_cut:
             return
         here = slice(self.start, self.stop)
-        gradient = self.parameter.grad
         self.tensor.data = self.parameter.detach().view(-1)[here]
         self.tensor.grad = None if gradient is None else gradient.reshape(-1)[here]
 

@@ -25,7 +25,9 @@ from mpidist.torch._gradients import (
     Parameters,
     check_op,
     named_parameters,
+    of_rows,
     reduce_gradients,
+    rows_of,
 )
 
 Tensors: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor]"
@@ -196,7 +198,8 @@ def all_reduce_gradients(
 
     A parameter that has no gradient on some rank counts as zeros there, as in torch's
     DistributedDataParallel with ``find_unused_parameters=True``; if it has none on any
-    rank, ``p.grad`` stays None. Frozen parameters without one are left out.
+    rank, ``p.grad`` stays None. Frozen parameters without one are left out. Sparse
+    gradients stay sparse, with the rows of all ranks, unless one is dense on some rank.
 
     Args:
         module: a module, or its parameters in the same order on all ranks.
@@ -206,8 +209,7 @@ def all_reduce_gradients(
         strategy: the ranks; default: the current strategy.
 
     Raises:
-        TypeError, ValueError: for other operations and arguments, and for sparse
-            gradients (write ``Embedding(..., sparse=False)``).
+        TypeError, ValueError: for other operations and arguments.
         OutOfSyncError: by the first call, if parameters differ between ranks.
         CollectiveMismatchError: if names, dtypes or shapes differ between ranks.
         RuntimeError: if no strategy is active.
@@ -243,7 +245,8 @@ def all_reduce(
 
     Args:
         tensors: a tensor, or a nest of them (tuples, dicts, lists), with the same
-            structure, shapes and dtypes on all ranks.
+            structure, shapes and dtypes on all ranks. Sparse ones (SUM, MEAN) may have
+            other rows on each rank.
         op: a `ReduceOp` or its name, such as "SUM", which is torch's default.
         strategy: the ranks; default: the current strategy.
 
@@ -267,10 +270,12 @@ def all_reduce(
         leaves, structure = nest.flatten(tensors)
         check = functools.partial(_check_replaced, op=checked, call=call)
         structure.each(check, leaves)
-    results, _ = nest.flatten(group.all_reduce(checked, tensors, None, call))
+        rows = [rows_of(x, x) if x.is_sparse else x for x in leaves]
+        given = structure.unflatten(rows)
+    results, _ = nest.flatten(group.all_reduce(checked, given, None, call))
     with torch.inference_mode():  # without autograd, into tensors made there too
         for tensor, result in zip(leaves, results, strict=True):
-            tensor.copy_(result)
+            tensor.copy_(of_rows(result) if tensor.is_sparse else result)
     return tensors
 
 
