@@ -208,27 +208,6 @@ if x.shape.is_fully_defined():
     assert found["shapes"] == [[3], [2, 3], 2, 2]
 
 
-def test_short_names_of_the_tutorials(tmp_path, capsys):
-    program = """import tensorflow as tf
-dataset = tf.data.Dataset.range(5)
-rows = tf.concat([tf.range(2), [3]], axis=0)[:, tf.newaxis]
-flags, shape = tf.cast([0, 2], tf.bool), tf.TensorShape([None])
-numbers = [
-    tf.add_n([tf.constant(1.0), 2.0]),
-    tf.keras.optimizers.schedules.InverseTimeDecay(0.5, 1, 1.0)(3),
-    tf.keras.optimizers.schedules.PiecewiseConstantDecay([2], [1.0, 0.5])(3),
-    tf.data.experimental.cardinality(dataset).numpy(),
-]
-tf.print("step", 1)
-"""
-    found: dict[str, object] = {}
-    exec(ported(program, tmp_path).read_text(), found)
-    assert (found["rows"].tolist(), found["shape"]) == ([[0], [1], [3]], (None,))
-    assert found["flags"].tolist() == [False, True]
-    assert found["numbers"] == [3.0, 0.125, 0.5, 5]
-    assert capsys.readouterr().out == "step 1\n"
-
-
 def test_what_the_docstrings_of_tensorflow_write(tmp_path):
     program = """import tensorflow as tf
 import keras
