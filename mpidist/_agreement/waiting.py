@@ -7,15 +7,16 @@ last notice and raises `CollectiveTimeoutError`; so do the ranks that read it
 (`breakdown`). Waits for data are no different: a rank may be stopped, killed or cut off
 in the middle of a payload.
 
-Rejected: a watchdog thread (it would call MPI from two threads at once); a barrier with
-a time-out (it finds no mismatch); remote memory access for the notices (with several
-networks it makes progress only while its target calls MPI).
+Rejected: a watchdog thread (it would call MPI from two threads at once), but in calls
+that block; a barrier with a time-out (it finds no mismatch); remote memory access for
+the notices (with several networks it makes progress only while its target calls MPI).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -28,6 +29,8 @@ from mpidist._agreement.polling import YIELD_SECONDS_FOR_DATA, poll
 from mpidist._agreement.stacks import Stacks
 from mpidist._agreement.watchdog import Watchdog
 from mpidist._base import reporting
+from mpidist._base.errors import CollectiveTimeoutError, on_rank
+from mpidist._mpi import library
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._mpi.requests import Request, Transfer
 from mpidist._timeline.observer import NOTHING
@@ -68,7 +71,7 @@ class Waits:
         stall_seconds: after which the missing ranks are reported.
 
     Attributes:
-        watchdog: of calls of MPI that block.
+        watchdog: waits in calls of MPI that block.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Waits:
         self._breakdown = breakdown
         self._stall = stall_seconds
         self._stacks: Stacks | None = None
-        self.watchdog: Watchdog = Watchdog(comm, stall_seconds)
+        self.watchdog: Watchdog = Watchdog(comm)
         self._current = _Current(("", 0))
         # The ranks whose data has not come; None while this rank waits for no data.
         self._awaited: Callable[[], list[int]] | None = None
@@ -152,19 +155,27 @@ class Waits:
     def block(self, call: Callable[[], object]) -> None:
         """Make a call of MPI that blocks, for the data of the last call.
 
-        A watchdog tells the user if it takes long, and at the deadline ends the job:
-        no exception can end the call.
+        No exception can end it, so a watchdog waits in its place.
         """
-        breakdown, text = self._breakdown, self._call_state.call.text
-        try:
-            with self.watchdog.watch(text, self._call_state.timeout_seconds):
-                call()
-        except BaseException as error:
-            expired = self.watchdog.expired
-            if expired is not None:
-                breakdown.set(State.GAVE_UP, str(expired))
-                raise breakdown.timed_out(expired) from None
-            raise breakdown.abandon(text, error) from error.__cause__
+        may_look = library.thread_level() == "MULTIPLE"
+        look = self.look if may_look else self._look_alone
+        with self.watchdog.watch(functools.partial(look, self._data())):
+            self.wait_step(call, list)
+
+    def _look_alone(self, what: str, waited: float) -> None:
+        """Do as `look`, but without MPI, which another thread is in."""
+        before, self._current = self._current, _Current(("", 0), waited)
+        text = (
+            f"{what}: this rank has been in a call of MPI that blocks for "
+            f"{waited:.3g} s; some rank did not make it, or was stopped in it. It is "
+            "not known which, as MPI is without MPI_THREAD_MULTIPLE"
+        )
+        error = CollectiveTimeoutError(on_rank(self._comm.rank, text))
+        if waited >= self._stall > before.waited:
+            reporting.warn(f"mpidist: {error}")
+        if 0 < self._call_state.timeout <= waited:
+            self._breakdown.set(State.GAVE_UP, text)
+            raise self._breakdown.timed_out(error)
 
     def _data(self) -> str:
         return f"the data of {self._call_state.call.text}"

@@ -1,10 +1,9 @@
-"""The deadline of calls of MPI that block: those that move GPU buffers.
+"""The waits of calls of MPI that block: those that move GPU buffers.
 
 Nothing ends such a call in this process, neither an exception nor a signal's handler.
-So a thread looks at the clock: it reports a call that takes long, and at the deadline
-ends the job with the same message, or, where jobs outlive their ranks (ULFM), revokes
-the communicator, which makes the call raise on all ranks. The thread calls MPI only for
-that. It starts with the first call, and ends with the guard.
+So a thread looks in its place, as in other waits (`waiting`): it reads and posts
+notices, by which the ranks know who is missing, and at the deadline ends the job with
+the same message. It starts with the first call, and ends with the guard.
 """
 
 from __future__ import annotations
@@ -15,34 +14,33 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from mpidist._base import reporting, threads
-from mpidist._base.errors import CollectiveTimeoutError, on_rank
+from mpidist._base import threads
 from mpidist._mpi.any_communicator import AnyCommunicator
 
 _LOOK_SECONDS: Final = 0.1
+_FIRST_SECONDS: Final = 1.0  # no look disturbs shorter calls
 
 
 class Watchdog:
-    """Looks at the clock while this rank is in a call of MPI that blocks.
+    """Looks around while this rank is in a call of MPI that blocks.
 
     Args:
         comm: the ranks.
-        stall_seconds: after which a call is reported.
 
     Attributes:
-        end: ends the job, at the deadline; None: nothing does.
-        expired: what to raise from a call that was revoked at its deadline.
+        end: ends the job. A strategy sets this, and the next.
+        prepare: called in the thread when it starts: each has its own current GPU.
     """
 
-    def __init__(self, comm: AnyCommunicator, stall_seconds: float) -> None:
+    end: Callable[[Exception], None]
+    prepare: Callable[[], None]
+
+    def __init__(self, comm: AnyCommunicator) -> None:
         self._comm = comm
-        self._stall = stall_seconds
-        self.end: Callable[[CollectiveTimeoutError], None] | None = None
-        self.expired: CollectiveTimeoutError | None = None
         self._thread: threading.Thread | None = None
-        # The call that this rank is in: its name, when it began, and its deadline.
-        self._call: tuple[str, float, float] | None = None
-        self._reported = False
+        # How to look in the call that this rank is in, and when it began.
+        self._call: tuple[Callable[[float], object], float] | None = None
+        self._looking = threading.Lock()
         self._closed = threading.Event()
 
     def close(self) -> None:
@@ -50,42 +48,41 @@ class Watchdog:
         self._closed.set()
 
     @contextlib.contextmanager
-    def watch(self, call: str, timeout: float) -> Iterator[None]:
+    def watch(self, look: Callable[[float], object]) -> Iterator[None]:
         """Watch a call, in a ``with`` block.
 
         Args:
-            call: its name in messages.
-            timeout: seconds until the deadline; 0: none.
+            look: called with the seconds waited, in the thread, several times a second.
+                What it raises ends the job.
         """
-        self._reported = False
-        self._call = call, time.monotonic(), timeout
+        self._call = look, time.monotonic()
         if self._thread is None:
             self._thread = threads.start_thread("watchdog", self._run)
         try:
             yield
         finally:
             self._call = None
+            with self._looking:  # until the last look has ended
+                pass
 
     def _run(self) -> None:
+        self.prepare()
         while not self._closed.wait(_LOOK_SECONDS):
-            if (call := self._call) is not None:
-                self._look(*call)
+            with self._looking:
+                self._look()
 
-    def _look(self, call: str, since: float, timeout: float) -> None:
-        waited = time.monotonic() - since
-        text = on_rank(
-            self._comm.rank,
-            f"{call}: this rank has been in a call of MPI that blocks for "
-            f"{waited:.3g} s; some rank did not make it, or was stopped in it",
-        )
-        if waited >= self._stall and not self._reported:
-            self._reported = True
-            reporting.warn(f"mpidist: {text}")
-        if not timeout or waited < timeout:
+    def _look(self) -> None:
+        if (call := self._call) is None:
             return
-        error = CollectiveTimeoutError(text)
-        if self._comm.outlives_ranks:
-            self._call, self.expired = None, error
-            self._comm.revoke()
-        elif self.end is not None:
-            self.end(error)
+        look, since = call
+        waited = time.monotonic() - since
+        if waited < _FIRST_SECONDS:
+            return
+        try:
+            look(waited)
+        except Exception as error:
+            self._call = None
+            if self._comm.losses() is not None:  # the job goes on, and the call raises
+                self._comm.revoke()
+            else:
+                self.end(error.with_traceback(None))

@@ -218,7 +218,7 @@ def become_child() -> None:
         _hooks.append(_replace(sys, "exit", _exit))
 
 
-def end_at_deadline(error: CollectiveTimeoutError) -> None:
+def end_at_deadline(error: Exception) -> None:
     """End the job now, since this rank has waited too long. Does not return.
 
     With ``MPIDIST_TIMEOUT_ABORT=1``, in place of an exception, which a program may

@@ -241,6 +241,7 @@ def _make_collectives(
             arguments.device, local_rank(communicator.size, communicator.machine_rank)
         )
         chosen.activate()
+        guard.waits.watchdog.prepare = chosen.activate
         make = Collectives
         if guard.observers is not None:
             make = guard.observers.observing(Collectives)

@@ -20,13 +20,15 @@ TESTS = Path(__file__).parents[1]
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+import mpi4py
 import numpy as np
 import posing
 import pytest
 import mpidist
 from mpidist._strategy.strategy import group_of
 
-where, fault = sys.argv[1:]
+where, fault, level = sys.argv[1:]
+mpi4py.rc.thread_level = level
 options = mpidist.experimental.CommunicationOptions
 blocks = where == "blocking"
 if blocks:
@@ -60,6 +62,8 @@ if fault != "raise":
 def fail():
     if fault == "raise":
         raise KeyboardInterrupt
+    if fault == "sleep":
+        time.sleep(60)
     os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
 
 
@@ -100,7 +104,7 @@ print("not reached", flush=True)
 """
 
 
-def run_job(tmp_path: Path, size: int, where: str, fault: str):
+def run_job(tmp_path: Path, size: int, where: str, fault: str, level: str = "multiple"):
     program = tmp_path / "program.py"
     program.write_text(NAME_FILES + textwrap.dedent(PROGRAM))
     settings = {
@@ -112,7 +116,7 @@ def run_job(tmp_path: Path, size: int, where: str, fault: str):
         "PYTHONPATH": str(TESTS),
         FILES: uuid.uuid4().hex,
     }
-    done = run_ranks(size, [program, where, fault], timeout=100, env=settings)
+    done = run_ranks(size, [program, where, fault, level], timeout=100, env=settings)
     assert left_over(settings[FILES]) == set()
     assert "not reached" not in done.stdout, done
     return done
@@ -134,12 +138,20 @@ def test_a_rank_that_is_stopped_between_nodes(tmp_path, where, size):
     assert all(what in text for _, text in found), done
 
 
-def test_a_rank_that_is_stopped_in_a_call_that_blocks(tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "level", "text"),
+    [
+        ("stop", "multiple", "rank 1 made no progress in call"),
+        rarely("sleep", "multiple", "rank 1 made no progress in call"),
+        rarely("stop", "serialized", "in a call of MPI that blocks for"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_a_call_that_blocks(tmp_path, fault, level, text):
     """No exception ends such a call: the others end the job, and say why."""
-    done = run_job(tmp_path, 3, "blocking", "stop")
+    done = run_job(tmp_path, 3, "blocking", fault, level)
     assert done.returncode != 0, done
-    assert "in a call of MPI that blocks for" in done.stderr, done
-    assert "CollectiveTimeoutError: [rank" in done.stderr, done
+    assert re.search(rf"^mpidist: .*{text}", done.stderr, re.M), done
+    assert re.search(rf"CollectiveTimeoutError: \[rank .*{text}", done.stderr), done
 
 
 @pytest.mark.parametrize("size", [3, rarely(9)])
