@@ -10,7 +10,7 @@ int32, int64           itself    float64   itself        itself
 uint32, uint64         itself    float64   ordered int   itself
 float16, bfloat16      float32   float32   ordered i32   float32
 float32, float64       itself    itself    ordered int   itself
-longdouble             itself    itself    by the core   itself
+longdouble             itself    itself    by own code   itself
 complex                itself    itself    refused       itself
 =====================  ========  ========  ============  ========
 
@@ -25,7 +25,7 @@ MAX of NaN, or of 0.0 and -0.0, give, and its answer may differ from rank to ran
 integers have no such cases. NaN wins, as in `numpy.maximum`, and -0.0 < 0.0. (The
 mapping of IEEE 754 numbers to integers: https://stereopsis.com/radix.html; IEEE
 754-2019, section 5.10.)
-longdouble has no integer of its size: MPI calls the core's function.
+longdouble has no integer of its size: MPI calls a function of mpidist (`_mpi.ops`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mpidist import _native
 from mpidist._base import backend
 from mpidist._base.reduce_op import RULES, MPIOp, ReduceOp
 from mpidist._base.types import Array, DType, record
@@ -150,10 +149,4 @@ def reduction(dtype: DType, op: ReduceOp, call: str) -> Reduction:
             return entry(np.int32 if kind == "i" else np.uint32)
         return entry(dtype, ordered=kind == "u" and extreme)
     compute = backend.widened(dtype)
-    ordered = extreme and compute.itemsize <= _MOST_ORDERED
-    if extreme and not ordered and not _native.available():
-        raise TypeError(
-            f"{call}: {op.name} of {dtype.name} needs the native core; "
-            f"{_native.ADVICE}; or write `x.astype(float)`"
-        )
-    return entry(compute, ordered=ordered)
+    return entry(compute, ordered=extreme and compute.itemsize <= _MOST_ORDERED)

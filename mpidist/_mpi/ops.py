@@ -1,6 +1,6 @@
-"""Operations of MPI that are functions of the native core.
+"""Operations of MPI that are functions of the native core, or of Python without it.
 
-MPI calls them with pointers only, so they need neither mpi.h nor an ABI. They do what
+MPI calls those with pointers only, so they need neither mpi.h nor an ABI. They do what
 MPI's own do not: sums of small integers wrap (Open MPI's saturate), MIN and MAX of NaN
 and of zeros have one answer, the one of the core, and those of unsigned integers are
 right (`mpidist._collectives.dtype_table`).
@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import _native
-from mpidist._base.reduce_op import MPIOp
+from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import DType
 from mpidist._mpi.library import mpi_module
 
@@ -46,9 +46,26 @@ def host_op(dtype: str, operation: str) -> tuple[Any, Any]:
 
 def op_of(dtype: DType, operation: MPIOp) -> Any:
     """Return the `mpi4py.MPI.Op` of a dtype that travels: see `Reduction.wire`."""
-    if dtype.char == "g" and operation in ("MIN", "MAX"):
+    if dtype.char != "g" or operation not in ("MIN", "MAX"):
+        return getattr(mpi_module(), operation)
+    if _native.available():
         return host_op(f"f{dtype.itemsize}", operation)[1]
-    return getattr(mpi_module(), operation)
+    return _extreme_without_core(operation)
+
+
+@functools.cache
+def _extreme_without_core(operation: MPIOp) -> Any:
+    """Return an `mpi4py.MPI.Op` for MIN or MAX of longdouble. It is never freed."""
+    signs = np.logical_or if operation == "MIN" else np.logical_and
+
+    def combine(left: Any, right: Any, _: Any) -> None:
+        x, y = (np.frombuffer(data, np.longdouble) for data in (left, right))
+        zeros = np.where(signs(np.signbit(x), np.signbit(y)), -0.0, 0.0)
+        with np.errstate(all="ignore"):
+            COMBINE[operation](x, y, out=y)
+        np.copyto(y, zeros, where=y == 0)
+
+    return mpi_module().Op.Create(combine, commute=True)
 
 
 def make_op(function: int, *, commutes: bool = False) -> Any:

@@ -115,9 +115,14 @@ def test_half_floats_are_summed_in_float32(on_nodes, size):
 
 @core_by_mpi
 @by_layout
-def test_extremes_of_long_doubles_are_in_one_order(on_nodes, rank, size):
+@pytest.mark.parametrize("has_core", [True, False])
+def test_extremes_of_long_doubles_are_in_one_order(
+    on_nodes, rank, size, monkeypatch, has_core
+):
     """-0.0 is below 0.0, and NaN wins, whichever rank has it, by every way."""
     strategy = on_nodes()
+    if not has_core:
+        monkeypatch.setattr(_native, "available", lambda: False)
     direct = Options(implementation="DIRECT")
     device = strategy.extended.worker_devices[0]
     for op, count, first in itertools.product(
