@@ -86,7 +86,7 @@ def _describe(job: Job, device: str) -> tuple[dict[str, list[str]], list[str]]:
         "launcher": [job.facts[0]["launcher"]],
         "ranks": [f"{job.size} on {facts.sizes_text(list(map(len, job.nodes)))}{more}"],
         "nodes": _node_lines(job),
-        "network": _measure_network(job),
+        "network": _measure_network(job) + system_checks.tcp_settings(job),
     }
     for name, found in checks.items():
         if found.state != OK or name in _SHOWN:

@@ -19,6 +19,7 @@ from mpidist._cli.facts import CheckFailedError, Facts, Finding, Job, ok, sizes_
 from mpidist._cli.run_command import WORDS_OF, version_of
 from mpidist._cli.speaking import UsageError
 from mpidist._mpi import versions as software
+from mpidist._mpi.library import OPEN_MPI_SETTINGS
 from mpidist.cluster import this_process
 
 _NEEDED_SHM: Final = 64 * 2**20
@@ -56,7 +57,19 @@ def libraries(job: Job) -> Finding:
             f"{found[0]}: with it each rank would be alone",
             f"put the folder of {vendor}'s mpirun first, or start by `mpidist run`",
         )
-    return ok(f"{vendor}: {', '.join(loaded) or 'linked into mpi4py'}")
+    found = [f"{vendor}: {', '.join(loaded) or 'linked into mpi4py'}"]
+    return ok("; ".join(found + tcp_settings(job)))
+
+
+def tcp_settings(job: Job) -> list[str]:
+    """Return a text on what Open MPI's TCP between nodes has; none on one node."""
+    if len(job.nodes) == 1 or job.mpi.get_vendor()[0] != "Open MPI":
+        return []
+    values = [f"{k}={os.environ.get(k, '(not set)')}" for k in OPEN_MPI_SETTINGS]
+    return [
+        f"over TCP: {', '.join(values)}, which a program that imports mpi4py.MPI "
+        "before it makes a strategy must set itself (mpirun -x)"
+    ]
 
 
 def loaded_libraries(maps: Path) -> list[str]:

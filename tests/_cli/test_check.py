@@ -121,7 +121,19 @@ def test_an_mpirun_of_another_mpi(tmp_path, monkeypatch):
     assert found.state == "note"
     assert found.text.startswith(f"mpi4py uses {vendor}, and {mpirun}, the first on")
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + ":/usr/bin:/bin")
-    assert system_checks.libraries(job).state == "ok"
+    found = system_checks.libraries(job)
+    assert (found.state, "over TCP: " in found.text) == ("ok", False)
+
+
+def test_what_the_tcp_of_open_mpi_has(monkeypatch):
+    job = unittest.mock.Mock(nodes=[[0], [1]])
+    job.mpi.get_vendor.return_value = ("Open MPI", (5, 0, 11))
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_flags", "3")
+    monkeypatch.delenv("OMPI_MCA_btl_tcp_eager_limit", raising=False)
+    (text,) = system_checks.tcp_settings(job)
+    assert "btl_tcp_flags=3, OMPI_MCA_btl_tcp_eager_limit=(not set), which a" in text
+    job.mpi.get_vendor.return_value = ("MPICH", (5, 0, 2))
+    assert system_checks.tcp_settings(job) == []
 
 
 def test_libraries_of_a_process(tmp_path):

@@ -241,7 +241,10 @@ def test_what_info_and_check_find_on_hosts(make_hosts):
     assert [one["machine"]["host"] for one in facts["ranks"]] == [
         *("node1", "node1", "node2", "node2")
     ]
-    assert facts["lines"]["network"] == ["eth0"]
+    interfaces, *settings = facts["lines"]["network"]
+    assert interfaces == "eth0"
+    assert all("OMPI_MCA_btl_tcp_flags=1, " in text for text in settings)
+    assert len(settings) == virtual.is_open_mpi()
     (way,) = facts["lines"]["host arrays"]
     assert "No space left" in way, way  # so all go by MPI
     report = report_of(hosts, "check", "--folder", hosts.folder)
