@@ -134,14 +134,6 @@ def _events_in(path: Path) -> Iterator[Any]:
                 return
 
 
-def of_one_job(parts: list[Part]) -> list[Part]:
-    """Return the parts that belong to the job of the first one.
-
-    Others are left from an earlier job with more ranks.
-    """
-    return [part for part in parts if part.size == parts[0].size]
-
-
 def are_complete(parts: list[Part]) -> bool:
     """Return whether all parts of the job are there, each to its end."""
     strategies = [one for part in parts for one in part.strategies.values()]
@@ -282,7 +274,9 @@ def read_parts(path: Path) -> list[Part]:
         FormatError: if a file is no part.
         OSError: if one cannot be read.
     """
-    return of_one_job([read_part(part) for part in find_parts(path)])
+    parts = [read_part(part) for part in find_parts(path)]
+    # Others are left from an earlier job with more ranks.
+    return [part for part in parts if part.size == parts[0].size]
 
 
 def merge_files(path: Path, parts: list[Part]) -> Timeline:

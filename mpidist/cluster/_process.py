@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Mapping
 
 from mpidist._base import gpus, threads
 from mpidist._base.types import record
@@ -49,7 +48,7 @@ def this_process() -> Process:
     """
     found = launcher.find_launch() or launcher.Launch("", 0, 1)
     name, local_rank = found.launcher, found.local_rank
-    local_size, node = _place(os.environ, found)
+    local_size, node = _place(found)
     rank, size = found.rank or 0, found.size
     # A replica that is a thread is in a process of its own kind: one, without MPI.
     running = None if threads.current() is not None else library.world_rank()
@@ -93,14 +92,12 @@ def replica_devices(device_type: str | None = None) -> list[ReplicaDevice]:
     return [ReplicaDevice(name, kind)] * size
 
 
-def _place(
-    variables: Mapping[str, str], launch: launcher.Launch
-) -> tuple[int | None, int | None]:
+def _place(launch: launcher.Launch) -> tuple[int | None, int | None]:
     """Return how many processes are on this host, and the number of the host."""
-    node = variables.get("SLURM_NODEID", "")
+    node = os.environ.get("SLURM_NODEID", "")
     if not launch.launcher.startswith("srun") or not node.isdigit():
         return launch.local_size, None
     with contextlib.suppress(ValueError, IndexError):
-        counts = expand_tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        counts = expand_tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         return counts[int(node)], int(node)
     return None, int(node)

@@ -113,7 +113,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"nodes {nodes}, got {counts}"
             )
         self._tasks_on = dict(zip(nodes, counts, strict=True))
-        self._hosts = place_tasks(self._tasks_on, os.environ)
+        self._hosts = _place_tasks(self._tasks_on)
         if self._rank is not None and self._rank >= len(self._hosts):
             raise ValueError(
                 f"SlurmClusterResolver: this is task {self._rank}, and the nodes have "
@@ -162,20 +162,18 @@ class SlurmClusterResolver(ClusterResolver):
         return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
 
 
-def place_tasks(
-    tasks_on: Mapping[str, int], variables: Mapping[str, str]
-) -> tuple[str, ...]:
+def _place_tasks(tasks_on: Mapping[str, int]) -> tuple[str, ...]:
     """Return the host of each task of a step.
+
+    If srun is told a distribution, it sets ``SLURM_DISTRIBUTION``; default: block.
 
     Args:
         tasks_on: the number of tasks of each host, in SLURM's order.
-        variables: ``SLURM_DISTRIBUTION`` and ``SLURM_DIST_PLANESIZE``, which srun sets
-            if it is told a distribution; default: block.
 
     Raises:
         RuntimeError: for a distribution of the user's own (arbitrary).
     """
-    text = variables.get("SLURM_DISTRIBUTION", "block").lower()
+    text = os.environ.get("SLURM_DISTRIBUTION", "block").lower()
     kind = text.partition(",")[0].partition(":")[0].partition("=")[0]
     if kind == "arbitrary":
         raise RuntimeError(
@@ -183,7 +181,7 @@ def place_tasks(
             "task is on which host; use `strategy.cluster_resolver` of an "
             "`mpidist.MPIStrategy`"
         )
-    blocks = {"cyclic": 1, "plane": int(variables.get("SLURM_DIST_PLANESIZE", "1"))}
+    blocks = {"cyclic": 1, "plane": int(os.environ.get("SLURM_DIST_PLANESIZE", "1"))}
     block = max(1, blocks.get(kind, max(tasks_on.values())))
     left = dict(tasks_on)
     placed: list[str] = []

@@ -116,16 +116,14 @@ class ClusterSpec:
 
 def _tasks_of(job: str, tasks: Tasks) -> dict[int, str]:
     wanted = f"ClusterSpec: expected the tasks of job {job!r} to be"
-    if isinstance(tasks, Mapping):
-        items = [(str(index), address) for index, address in tasks.items()]
-    elif isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
-        items = [(str(index), address) for index, address in enumerate(tasks)]
-    else:
+    if isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
+        tasks = dict(enumerate(tasks))
+    if not isinstance(tasks, Mapping):
         raise TypeError(f"{wanted} a list or dict of addresses, got {tasks!r:.80}")
     found: dict[int, str] = {}
-    for index, address in items:
-        if not index.isdigit():
-            raise TypeError(f"{wanted} numbered from 0, got {index!r}")
+    for index, address in tasks.items():
+        if not str(index).isdigit():
+            raise TypeError(f"{wanted} numbered from 0, got {str(index)!r}")
         if not isinstance(address, str):
             raise TypeError(f"{wanted} addresses, got {address!r} for task {index}")
         found[int(index)] = address
