@@ -3,7 +3,7 @@
     job_on_hosts.py FOLDER right
     job_on_hosts.py FOLDER steps SECONDS
     job_on_hosts.py FOLDER done
-    job_on_hosts.py FOLDER loop ELEMENTS TIMEOUT IMPLEMENTATION [stop RANK | cut]
+    job_on_hosts.py FOLDER loop ELEMENTS TIMEOUT [stop RANK | cut]
 
 Each rank writes what it saw to a file of FOLDER: ``error.RANK`` what was raised, and
 after how many seconds; ``code.RANK`` the exit code of its process.
@@ -147,16 +147,11 @@ def done(folder: Path) -> None:
         write(folder / "done", "")
 
 
-def loop(
-    folder: Path, elements: str, timeout: str, kind: str, fault: str, *more: str
-) -> None:
+def loop(folder: Path, elements: str, timeout: str, fault: str, *more: str) -> None:
     import mpidist
     from mpidist._mpi.buffers import BufferCollectives
 
-    options = mpidist.experimental.CommunicationOptions(
-        timeout_seconds=float(timeout),
-        implementation=mpidist.experimental.CommunicationImplementation[kind],
-    )
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=float(timeout))
     strategy = mpidist.MPIStrategy(communication_options=options)
     rank = strategy.replica_id
     # Two arrays: the data of one are moved by the core, where nothing can interfere.

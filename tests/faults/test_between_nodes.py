@@ -1,6 +1,7 @@
 """Ranks that fail while others are in a header, in data, or in a call that blocks.
 
-Between simulated nodes of one rank; between hosts that are cut off: test_hosts.
+Between simulated nodes of one rank, or "direct", by MPI on one node; between hosts that
+are cut off: test_hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if blocks:
     cupy = posing.install(pytest.MonkeyPatch())
 strategy = mpidist.MPIStrategy(
     communication_options=options(
-        timeout_seconds=60, implementation="DIRECT" if blocks else "AUTO"
+        timeout_seconds=60,
+        implementation="AUTO" if where in ("header", "data") else "DIRECT",
     ),
     device="gpu" if blocks else "cpu",
 )
@@ -108,7 +110,7 @@ def run_job(tmp_path: Path, size: int, where: str, fault: str, level: str = "mul
     program = tmp_path / "program.py"
     program.write_text(NAME_FILES + textwrap.dedent(PROGRAM))
     settings = {
-        "MPIDIST_SIMULATED_NODES": str(size),
+        "MPIDIST_SIMULATED_NODES": "1" if where == "direct" else str(size),
         "MPIDIST_STALL_SECONDS": "2",
         "MPIDIST_CUDA_AWARE": "1",
         # Several pieces on any number of ranks.
@@ -129,13 +131,15 @@ def test_a_rank_that_is_killed_between_nodes(tmp_path, where):
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(9, marks=long_only)])
-@pytest.mark.parametrize("where", ["header", "data"])
+@pytest.mark.parametrize("where", ["header", "data", "direct"])
 def test_a_rank_that_is_stopped_between_nodes(tmp_path, where, size):
     done = run_job(tmp_path, size, where, "stop")
     found = re.findall(r"^rank (\d+) after \S+ Collecti\w+ (.*)$", done.stdout, re.M)
     assert sorted(int(rank) for rank, _ in found) == [0, *range(2, size)], done
     what = "rank 1 did not reach" if where == "header" else "made no progress in call"
+    what = f"rank 1 {what}" if where == "direct" else what
     assert all(what in text for _, text in found), done
+    assert where != "direct" or f"mpidist: {what}" in done.stderr, done
 
 
 @pytest.mark.parametrize(
