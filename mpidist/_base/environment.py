@@ -78,10 +78,6 @@ def _choice(name: str, default: _T, values: Mapping[str, _T], expected: str = ""
     raise _error(name, f"{expected or known}, or unset it")
 
 
-def _flag(name: str, default: bool | None) -> bool | None:
-    return _choice(name, default, _FLAGS)
-
-
 def _allreduce(name: str, default: None) -> AllReduceChoice | None:
     text = _text_of(name)
     if text in ("", "auto"):
@@ -168,12 +164,12 @@ class Environment:
             none is recorded.
     """
 
-    abort: bool = _variable(_flag, "ABORT", True)
-    alone: bool = _variable(_flag, "ALONE", False)
-    cuda_aware: bool | None = _variable(_flag, "CUDA_AWARE", None)
-    guard: bool = _variable(_flag, "GUARD", True)
+    abort: bool = _variable(_choice, "ABORT", True, _FLAGS)
+    alone: bool = _variable(_choice, "ALONE", False, _FLAGS)
+    cuda_aware: bool | None = _variable(_choice, "CUDA_AWARE", None, _FLAGS)
+    guard: bool = _variable(_choice, "GUARD", True, _FLAGS)
     timeout_seconds: float = _variable(_number, "TIMEOUT", DEFAULT_TIMEOUT_SECONDS)
-    timeout_abort: bool = _variable(_flag, "TIMEOUT_ABORT", False)
+    timeout_abort: bool = _variable(_choice, "TIMEOUT_ABORT", False, _FLAGS)
     stall_seconds: float = _variable(_number, "STALL_SECONDS", DEFAULT_STALL_SECONDS)
     bytes_per_pack: int = _variable(_mebibytes, "FUSION_MB", DEFAULT_BYTES_PER_PACK)
     implementation: CommunicationImplementation = _variable(
@@ -182,7 +178,7 @@ class Environment:
     allreduce: AllReduceChoice | None = _variable(_allreduce, "ALLREDUCE", None)
     staging_bytes: int = _variable(_pages, "STAGING_MB", DEFAULT_STAGING_BYTES)
     compression: Compression = _variable(_choice, "COMPRESSION", "none", _COMPRESSIONS)
-    error_feedback: bool = _variable(_flag, "ERROR_FEEDBACK", False)
+    error_feedback: bool = _variable(_choice, "ERROR_FEEDBACK", False, _FLAGS)
     simulated_nodes: int = _variable(_nodes, "SIMULATED_NODES", 1)
     trace: int = _variable(_choice, "TRACE", 0, _LEVELS, "0, 1 or 2")
     timeline: str = _variable(_path, "TIMELINE", "")

@@ -252,9 +252,8 @@ def _end_program(
         return
     if interrupt is not None:
         job_end.end_interrupted(rank, interrupt)
-    show = None
-    if previous is not sys.__excepthook__:
-        show = lambda: previous(kind, error, trace)  # noqa: E731
+    own = previous is sys.__excepthook__
+    show = None if own else functools.partial(previous, kind, error, trace)
     job_end.end_job(rank, error.with_traceback(trace), "", show)
 
 
@@ -269,9 +268,8 @@ def _end_thread(
     if rank is None or not isinstance(error, Exception) or not context.was_used():
         previous(args)
         return
-    show = None
-    if previous is not threading.__excepthook__:
-        show = lambda: previous(args)  # noqa: E731
+    own = previous is threading.__excepthook__
+    show = None if own else functools.partial(previous, args)
     name = "" if args.thread is None else f" in thread {args.thread.name!r}"
     job_end.end_job(rank, error.with_traceback(args.exc_traceback), name, show)
 

@@ -269,10 +269,6 @@ class Cache(Derived):
         self._ended = False
         _caches.add(self)
 
-    def renew_lock(self) -> None:
-        """In a forked child, in which the thread that held the lock does not exist."""
-        self._lock, self._source = threading.RLock(), None
-
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
         return indices
 
@@ -350,9 +346,9 @@ _caches: Final[weakref.WeakSet[Cache]] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """Replace the locks in a forked child: its parent may have held them."""
+    """In a forked child, in which the thread that held a lock does not exist."""
     for cache in list(_caches):
-        cache.renew_lock()
+        cache._lock, cache._source = threading.RLock(), None
 
 
 os.register_at_fork(after_in_child=_renew_locks)

@@ -48,10 +48,6 @@ class ElasticDataset:
         if iterator is self._iterator:
             self._open = False
 
-    def stay_open(self) -> None:
-        """Have the epoch of a loop that was left since the last commit stay open."""
-        self._left = False
-
     def __len__(self) -> int:
         return len(self._dataset)
 
@@ -105,4 +101,4 @@ def stay_open(value: Nest) -> None:
     """Have the epochs of loops that were left since the last commit stay open."""
     for x in nest.flatten(value)[0]:
         if isinstance(x, ElasticDataset):
-            x.stay_open()
+            x._left = False
