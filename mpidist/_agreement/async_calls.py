@@ -219,7 +219,8 @@ class AsyncCalls:
             if self._thread is None:
                 replica, observers = threads.current(), self._guard.observers
                 given = self._queue, replica, weakref.ref(self), observers
-                self._thread = threads.start_thread("communication", _work, *given)
+                with self._guard.checking(call._name):  # there may be no memory for it
+                    self._thread = threads.start_thread("communication", _work, *given)
                 self._set_awaited(False)
             self._last = weakref.ref(call)
             self._guard.update_blocked()

@@ -48,8 +48,11 @@ def test_a_rank_that_does_not_come(new_strategy, rank, size):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_thread_that_the_system_refuses(new_strategy, monkeypatch, size):
-    """The call raises; the next one asks for the thread again."""
+@pytest.mark.parametrize("on_all", [True, False])
+def test_a_thread_that_the_system_refuses(
+    new_strategy, monkeypatch, rank, size, on_all
+):
+    """The call raises on all ranks; the next one asks for the thread again."""
     strategy = new_strategy()
     start, refused = threading.Thread.start, []
 
@@ -59,11 +62,12 @@ def test_a_thread_that_the_system_refuses(new_strategy, monkeypatch, size):
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    if on_all or rank == size - 1:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
 
     def step():
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            context().all_reduce_async("SUM", np.ones(3))
+            context().all_reduce_async("SUM", np.ones(3)).result()
         return context().all_reduce_async("SUM", np.ones(3)).result()
 
     (found,) = strategy.experimental_local_results(strategy.run(step))
