@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -112,40 +114,57 @@ class _Pairs(Stage):
 
 
 class Concatenate(_Pairs, Via):
-    """The elements of one dataset, and then those of another."""
+    """The elements of one dataset, and then those of another.
+
+    If the first is one of these, its parents are parents here: a loop may make a chain.
+    """
 
     call: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        first, second = self.parents
+        *before, second = self.parents
+        first = functools.reduce(lambda one, two: Concatenate([one, two]), before)
+        self.parents = [first, second]
         sizes = [first.size, second.size]
         size = min(sum(sizes), INFINITE)
         if UNKNOWN in sizes:
             size = INFINITE if max(sizes) >= INFINITE else UNKNOWN
         self.call = f"concatenate({second.text})"
         self.inherit(size)
-        if first.batch_size is None or second.batch_size is None:
-            self.batch_size = None
-        else:
-            self.batch_size = max(first.batch_size, second.batch_size)
+        one, two = first.batch_size, second.batch_size
+        self.batch_size = None if one is None or two is None else max(one, two)
         self.whole = first.whole or second.whole
+        self._spec = super().spec()
+        if isinstance(first, Concatenate):
+            self.parents = [*first.parents, second]
+
+    def _pass_of(self, number: int, in_pass: Pass) -> Pass:
+        """Return the pass of a parent, as of pairs of pairs: orders depend on it."""
+        around = len(self.parents) - 1 - max(number, 1)
+        return *in_pass, *[0] * around, min(number, 1)
 
     def at(self, indices: HostArray, in_pass: Pass) -> Tokens:
-        size, tokens = self.parents[0].size, []
+        starts = [0, *itertools.accumulate(x.size for x in self.parents[:-1])]
+        tokens = []
         for index in indices:
-            number = int(index >= size)
-            stage = self.parents[number]
-            (token,) = stage.at(index[None] - number * size, (*in_pass, number))
+            number = bisect.bisect(starts, index) - 1
+            stage, here = self.parents[number], index[None] - starts[number]
+            (token,) = stage.at(here, self._pass_of(number, in_pass))
             tokens.append((stage, token))
         return tokens
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
         for number, stage in enumerate(self.parents):
-            for token in stage.tokens((*in_pass, number)):
+            for token in stage.tokens(self._pass_of(number, in_pass)):
                 yield stage, token
 
+    def spec(self, *, trial: bool = False) -> Nest | None:
+        return super().spec(trial=True) if trial else self._spec
+
     def spec_of(self, *inner: Nest) -> Nest:
-        return nest.map_structure(common_spec, *inner)
+        return functools.reduce(
+            functools.partial(nest.map_structure, common_spec), inner
+        )
 
 
 class Interleave(_Pairs, Derived):

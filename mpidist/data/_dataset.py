@@ -346,9 +346,8 @@ class Dataset(metaclass=_Names):
         """
         is_one = isinstance(dataset, Dataset)
         expect(is_one, "Dataset.concatenate", "a Dataset", dataset)
-        both = several.Concatenate([self._stage, dataset._stage])
         try:
-            both.spec()
+            both = several.Concatenate([self._stage, dataset._stage])
         except (TypeError, ValueError) as error:
             raise TypeError(
                 "Dataset.concatenate: expected a dataset with elements like those of "

@@ -408,6 +408,8 @@ def test_concatenate_and_enumerate():
     for other in (Dataset.range(3), Dataset.zip(one, two)):
         with pytest.raises(TypeError, match="expected a dataset with elements like"):
             one.concatenate(other)
+    parts = [Dataset.range(i, i + 1) for i in range(2000)]
+    assert lists(functools.reduce(Dataset.concatenate, parts)) == [*range(2000)]
 
 
 def test_the_order_of_a_shuffle_does_not_change_with_versions():
