@@ -35,10 +35,6 @@ class Item:
     is_held: bool = dataclasses.field(default=False, kw_only=True)
     owner: Any = dataclasses.field(default=None, kw_only=True)
 
-    def names_in(self, names: Collection[str]) -> list[str]:
-        """Return those of the names in a checkpoint that are of this item."""
-        return [self.name] if self.name in names else []
-
     def is_changed(self) -> bool:
         """Return whether the program may have changed it since it was made."""
         return False
@@ -190,10 +186,6 @@ class LaterItem(Item):
 
     def __str__(self) -> str:
         return f"{self.name!r}: no variables yet"
-
-    def names_in(self, names: Collection[str]) -> list[str]:
-        """Return the names of its variables."""
-        return [name for name in names if name.startswith(f"{self.name}/")]
 
 
 def _check_position(name: str, state: State) -> None:

@@ -34,7 +34,7 @@ from mpidist._checkpoints import contents, restoring
 from mpidist._checkpoints.collective_call import CollectiveCall
 from mpidist._checkpoints.exchange import differing_generators
 from mpidist._checkpoints.items import Item, LaterItem, StateItem, VariableItem
-from mpidist._checkpoints.restoring import Found, find, listed, unnoticed
+from mpidist._checkpoints.restoring import Found, find, listed, names_of, unnoticed
 from mpidist._checkpoints.storage import CheckpointReader
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -256,20 +256,21 @@ class Restore:
             put()
             self.lost -= names
 
-    def take(self, items: Iterable[Item]) -> set[str]:
+    def take(self, items: Sequence[Item]) -> set[str]:
         """Return the names of what is left for some items, which is `lost` now.
 
         Called on all ranks, so that it is the same on all if one of them raises.
         """
-        found = {name for item in items for name in item.names_in(self.names)}
+        found = {*itertools.chain(*names_of(items, self.names).values())}
         self._lose(found)
         return found
 
-    def waiting(self, items: Iterable[Item]) -> list[Item]:
+    def waiting(self, items: Sequence[Item]) -> list[Item]:
         """Return the items that this restore would have restored, had it met them."""
         found: list[Item] = []
+        names = names_of(items, self.names)
         for item in items:
-            own = item.names_in(self.names)
+            own = [x for x in names[item.name] if x in self.names]
             if isinstance(item, VariableItem) and item.count in self.names:
                 own.append(item.name)
             if own and self._has_given(item):

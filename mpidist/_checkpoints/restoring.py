@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -87,6 +87,17 @@ def problem_of(item: Item, reader: CheckpointReader) -> str:
 # --- what it has --------------------------------------------------------------------
 
 
+def names_of(items: Iterable[Item], names: Collection[str]) -> dict[str, list[str]]:
+    """Return for each item, by its name, those of the names in a checkpoint it has."""
+    found = {x.name: [x.name] * (x.name in names) for x in items}
+    later: dict[str, list[str]] = {x.name: [] for x in items if type(x) is LaterItem}
+    for name in names if later else ():
+        *outer, _ = itertools.accumulate(name.split("/"), "{}/{}".format)
+        for item in later.keys() & outer:
+            later[item].append(name)
+    return found | later
+
+
 @record
 class Found:
     """What a checkpoint has of some items: rank 0 sends it to all.
@@ -133,7 +144,7 @@ def find(
     """
     manifest = manifest_of(reader)
     saved = dict.fromkeys([*manifest.arrays, *manifest.states])
-    own = {item.name: item.names_in(saved) for item in items}
+    own = names_of(items, saved)
     zero = _slots_not_saved(items, saved, own)
     found = [x for x in items if own[x.name] or x.name in zero]
     # A state that is an array itself has an array of its own name.
@@ -158,7 +169,7 @@ def find(
     states = {
         x.name: manifest.states[x.name] for x in found if isinstance(x, StateItem)
     }
-    names = itertools.chain(*(x.names_in(manifest.arrays) for x in found))
+    names = [name for x in found for name in own[x.name] if name in manifest.arrays]
     needed = dict.fromkeys([*names, *manifest.of_states(states)])
     arrays |= read_arrays(reader, needed)
     for name, variable in zero.items():
@@ -300,6 +311,7 @@ def put(
 
     def prepare() -> tuple[list[Callable[[], None]], list[tuple[StateItem, State]]]:
         steps: list[Callable[[], None]] = []
+        own = names_of(items.values(), arrays)
         # Variables first: one may have a name like those that an optimizer makes later.
         for item in sorted(items.values(), key=lambda x: isinstance(x, LaterItem)):
             if isinstance(item, VariableItem):  # its copy here, on its device
@@ -309,14 +321,15 @@ def put(
                 steps.append(functools.partial(storage.apply, "assign", value))
             elif isinstance(item, LaterItem):
                 start = len(item.name) + 1
-                kept = {x[start:]: arrays.pop(x) for x in item.names_in([*arrays])}
+                names = filter(arrays.__contains__, own[item.name])
+                kept = {x[start:]: arrays.pop(x) for x in names}
                 keep = item.owner.__restore_later__
                 steps.append(functools.partial(keep, kept, partial, path, number))
         chosen: list[tuple[StateItem, State]] = []
-        for name, own in states.items():
+        for name, values in states.items():
             owner = items[name]
             assert isinstance(owner, StateItem)
-            chosen.append((owner, _choose(call, owner, own, arrays, name in apart)))
+            chosen.append((owner, _choose(call, owner, values, arrays, name in apart)))
         wrong = [owner.misfit(state) for owner, state in chosen]
         if any(wrong):  # on this replica
             raise unfit(call, "", [*filter(None, wrong)])
