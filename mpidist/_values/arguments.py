@@ -281,7 +281,7 @@ def initial_array(
     shape: Shape | None,
     attributes: Attributes,
 ) -> Array:
-    """Return the array that a variable begins with.
+    """Return the array that a variable begins with, a new one on the host.
 
     Args:
         initial_value: as given to `Variable`.
@@ -325,4 +325,6 @@ def initial_array(
             f"{call}: aggregation=SUM of bool is not defined; write dtype=int to "
             "count, or another aggregation"
         )
-    return x
+    # A copy: the user keeps the initial array. In C order on all ranks, because the
+    # last bits of a sum, for example, depend on the order.
+    return np.array(backend.to_host(x), order="C")

@@ -82,13 +82,10 @@ class VariableStorage:
     def __init__(
         self, group: ReplicaGroup, attributes: Attributes, value: Array
     ) -> None:
-        """Copy ``value`` to the device of this rank's replica."""
+        """Move ``value`` to the device of this rank's replica, or keep it there."""
         self.group = group
         self.attributes = attributes
-        # A separate copy: the user keeps the initial array. In C order on all ranks,
-        # because the last bits of a sum, for example, depend on the order.
-        host = np.array(backend.to_host(value), order="C")
-        self.array: Array = backend.place(host, group.collectives.device)
+        self.array: Array = backend.place(value, group.collectives.device)
         self.view: Array = backend.read_only(self.array)
         self.fingerprint: Callable[[int], int] = checksums.fingerprinter(self.array)
         self.key: tuple[int, int] = _NO_KEY  # until the registry has the variable

@@ -550,7 +550,7 @@ def set_up(
     Args:
         variable: whose constructor runs; None: a new one.
         group: the replicas.
-        value: the data.
+        value: the data, on the host, in an array that is taken.
         attributes: of the variable.
         part: which elements they are, if each rank has others; None: all.
     """
@@ -614,7 +614,8 @@ def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variab
     group.guard.agree(Call(text))
     storage = variable._storage
     part = getattr(storage, "part", None)  # of a divided one
-    return set_up(None, group, storage.array, storage.attributes, part)
+    own = backend.to_host(storage.array).copy()
+    return set_up(None, group, own, storage.attributes, part)
 
 
 @dispatch.operation("read_variable")
