@@ -105,8 +105,8 @@ class Entry(NamedTuple):
     Attributes:
         number: of the parameter.
         key: of the entry.
-        value: of the entry. A tensor with dimensions has no memory here (torch's device
-            "meta"): its bytes travel separately.
+        value: of the entry. A tensor has no memory here (torch's device "meta"): its
+            bytes travel separately.
         shape: of the whole tensor, of which a rank may have a part.
     """
 
@@ -127,7 +127,6 @@ def pack(
             shape: tuple[int, ...] = ()
             if isinstance(x, torch.Tensor):
                 x = x.detach().cpu()
-            if isinstance(x, torch.Tensor) and x.dim() > 0:
                 is_cut = part.is_cut and x.shape == part.tensor.shape
                 shape = tuple(part.parameter.shape if is_cut else x.shape)
                 flat = x.contiguous().view(-1).view(torch.uint8)
@@ -150,7 +149,8 @@ def unpack(rows: list[list[Entry]], data: torch.Tensor) -> dict[int, dict[str, A
             pieces.setdefault((number, key, shape), []).append(piece)
             start = stop + -stop % _ALIGNED
     for (number, key, shape), found in pieces.items():
-        whole = found[0] if len(found) == 1 else torch.cat(found)
+        # A number, such as the steps, is the same on all ranks.
+        whole = torch.cat(found) if shape and len(found) > 1 else found[0]
         state[number][key] = whole.view(shape)
     return dict(sorted(state.items()))
 

@@ -230,11 +230,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group.guard.agree(Call(call))
         rows = [pickle.loads(x) for x in group.communicator.all_gather_objects(own)]
         (data,) = group.collectives.all_gather([data], 0, None, call)
-        groups, number = [], 0
-        for one in self.param_groups:
-            numbers = list(range(number, number + len(one["params"])))
-            number += len(numbers)
-            groups.append({**one, "params": numbers})
+        groups = super().state_dict()["param_groups"]
         state = unpack(rows, data)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, values in state.items():
