@@ -174,22 +174,20 @@ def value_and_grad(
             raise group.guard.fail(told, error, "raised") from error.__cause__
         with group.guard.checking(call):
             loss, aux = value if has_aux else (value, None)
-            if checked is ReduceOp.MEAN and _has_no_rows((args, kwargs)):
-                _warn_of_no_rows(group, loss, call)
-        tree = {"loss": loss, "gradients": gradients}
+            if checked is ReduceOp.MEAN:
+                _warn_of_no_rows(group, (args, kwargs), loss, call)
+        by = f"gradients by argument {argnums}"  # which all ranks compare
+        tree = {"loss": loss, by: gradients}
         tree = _all_reduce(tree, checked, group, call, group.all_reduce_of(steps))
-        loss, gradients = tree["loss"], tree["gradients"]
+        loss, gradients = tree["loss"], tree[by]
         return ((loss, aux) if has_aux else loss), gradients
 
     return reduced
 
 
-def _has_no_rows(tree: PyTree) -> bool:
-    return any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree_util.tree_leaves(tree))
-
-
-def _warn_of_no_rows(group: ReplicaGroup, loss: Any, call: str) -> None:
-    if np.isnan(loss):
+def _warn_of_no_rows(group: ReplicaGroup, tree: PyTree, loss: Any, call: str) -> None:
+    leaves = jax.tree_util.tree_leaves(tree)
+    if any(np.shape(leaf)[:1] == (0,) for leaf in leaves) and np.isnan(loss):
         text = (
             f"{call}: the loss is NaN on this rank, which has no rows, and so is the "
             'MEAN of all ranks; write `op="SUM"`, and in the loss `losses.sum() / n`, '

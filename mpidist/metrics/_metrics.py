@@ -72,7 +72,7 @@ class Metric:
         return self
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
-        call, hint = type(self).__name__, "arrays are for `update_state`"
+        call, hint = type(self).__name__, "write the others as `keyword=value`"
         expect(isinstance(name, str | None), call, "`name` to be a string", name, hint)
         self.name: str = name or _CAPITAL.sub("_", type(self).__name__).lower()
         self._weights: list[Variable] = []

@@ -15,7 +15,7 @@ none: on one node its all-reduce already divides the additions among the ranks.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -194,7 +194,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._show_state()
             own = {} if self._ranks == 1 else self._own_elements()
         if own:
-            self._put(group.collectives.all_gather(own, 0, None, call))
+            gathered = group.collectives.all_gather(own, 0, None, call)
+            with torch.no_grad():
+                for key, flat in gathered.items():
+                    self._sequences[int(key)].put(flat)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -334,12 +337,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for i, sequence in enumerate(self._sequences)
             if any(map(is_stepped, sequence.parameters))
         }
-
-    def _put(self, gathered: Mapping[str, torch.Tensor]) -> None:
-        """Set the parameters to what the ranks have made of them."""
-        with torch.no_grad():
-            for key, flat in gathered.items():
-                self._sequences[int(key)].put(flat)
 
     # --- the local optimizer ----------------------------------------------------
 

@@ -160,6 +160,9 @@ def test_a_function_that_raises_on_one_rank(strategy, rank, jax, mj):
         endless.append(endless)
     for call in (step, functools.partial(mj.broadcast, strategy=strategy)):
         raises_everywhere(ValueError, lambda x=call: x(endless), "contains itself")
+    by = mj.value_and_grad(lambda p, x: (p * x).sum(), rank % 2, strategy=strategy)
+    error, text = mpidist.CollectiveMismatchError, "gradients by argument 1"
+    raises_everywhere(error, lambda: by(one, one), text)
     error = mpidist.ReplicaError if rank == 0 else TypeError
     with pytest.raises(error, match="got incompatible shapes"):
         step(one, rows)
