@@ -98,10 +98,10 @@ def write_manifest(path: str, manifest: Manifest) -> None:
         "format": _KIND,
         "version": _VERSION,
         "mpidist": __version__,
-        **dataclasses.asdict(manifest),
+        **vars(manifest),
         "rest": {key: getattr(manifest.rest, key) for key in ("start", "end", "crc32")},
     }
-    text = json.dumps(entries, indent=1, allow_nan=False)
+    text = json.dumps(entries, indent=1, allow_nan=False, default=vars)
     if len(text) >= _LARGEST_MANIFEST:  # the file ends with another byte
         raise ValueError(
             f"Checkpoint.save: the states are {len(text):,} bytes of JSON, more than "
