@@ -321,8 +321,7 @@ def put(
                 steps.append(functools.partial(storage.apply, "assign", value))
             elif isinstance(item, LaterItem):
                 start = len(item.name) + 1
-                names = filter(arrays.__contains__, own[item.name])
-                kept = {x[start:]: arrays.pop(x) for x in names}
+                kept = {x[start:]: arrays.pop(x) for x in own[item.name] if x in arrays}
                 keep = item.owner.__restore_later__
                 steps.append(functools.partial(keep, kept, partial, path, number))
         chosen: list[tuple[StateItem, State]] = []

@@ -550,7 +550,7 @@ def set_up(
     Args:
         variable: whose constructor runs; None: a new one.
         group: the replicas.
-        value: the data, on the host, in an array that is taken.
+        value: the data, in an array that is taken.
         attributes: of the variable.
         part: which elements they are, if each rank has others; None: all.
     """
@@ -614,8 +614,7 @@ def _copy_variable(group: ReplicaGroup, variable: Variable, text: str) -> Variab
     group.guard.agree(Call(text))
     storage = variable._storage
     part = getattr(storage, "part", None)  # of a divided one
-    own = backend.to_host(storage.array).copy()
-    return set_up(None, group, own, storage.attributes, part)
+    return set_up(None, group, storage.array.copy(), storage.attributes, part)
 
 
 @dispatch.operation("read_variable")
