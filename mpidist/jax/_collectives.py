@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -163,7 +162,13 @@ def value_and_grad(
     def reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         group = group_of_call(strategy, call)
         steps = of_groups.setdefault(group, Steps())
-        named = functools.partial(_arguments, group, args, argnums, call)
+
+        def named() -> dict[str, Any]:
+            count = len(args)  # JAX says what is wrong with other numbers
+            numbers = [n for n in np.atleast_1d(argnums) if -count <= n < count]
+            with group.guard.checking(call):
+                return _flatten([args[n] for n in numbers])[0]
+
         steps.begin(group, named, call, _ADVICE)
         if jit and steps.number <= 2:
             _warn_of_functions(group, fun, call, steps.number == 1)
@@ -217,16 +222,6 @@ def _all_reduce(
         leaves, structure = _flatten(tree)
     results = reduce(checked, leaves, None, call)
     return structure.unflatten([results[name] for name in leaves])
-
-
-def _arguments(
-    group: ReplicaGroup, args: Sequence[Any], argnums: int | Sequence[int], call: str
-) -> dict[str, Any]:
-    """Return the arrays to differentiate by, by their names."""
-    with group.guard.checking(call):
-        numbers = np.atleast_1d(argnums).tolist()
-        count = len(args)  # JAX says what is wrong with other numbers
-        return _flatten([args[n] for n in numbers if -count <= n < count])[0]
 
 
 def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:

@@ -171,7 +171,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 sequence.check(call)
             for part in self._all_parts():
                 part.refresh()
-            self._write_settings()
+            pairs = zip(self._local.param_groups, self.param_groups, strict=True)
+            for local, one in pairs:  # such as ``lr``
+                local.update(settings_of(one))
             text = self._text_of_step(call) if guard.checks else call
             digests = [] if self._checked else list(self._digests())
         if self._checked:
@@ -192,7 +194,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._local.step()
             self._read_settings()
             self._show_state()
-            own = {} if self._ranks == 1 else self._own_elements()
+            own = {  # of the sequences that may have changed
+                str(i): sequence.elements_of(self._rank)
+                for i, sequence in enumerate(self._sequences)
+                if self._ranks > 1 and any(map(is_stepped, sequence.parameters))
+            }
         if own:
             gathered = group.collectives.all_gather(own, 0, None, call)
             with torch.no_grad():
@@ -330,26 +336,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         settings = text_of_settings(self.param_groups)
         return f"{settings} for {len(shapes)} parameters: {', '.join(shapes)}"
 
-    def _own_elements(self) -> dict[str, torch.Tensor]:
-        """Return this rank's elements of the sequences that may have changed."""
-        return {
-            str(i): sequence.elements_of(self._rank)
-            for i, sequence in enumerate(self._sequences)
-            if any(map(is_stepped, sequence.parameters))
-        }
-
     # --- the local optimizer ----------------------------------------------------
 
     def _local_group(self, index: int) -> dict[str, Any]:
         parts = self._parts[index]
         settings = settings_of(self.param_groups[index])
         return {**settings, "params": [part.tensor for part in parts]}
-
-    def _write_settings(self) -> None:
-        """Give the local optimizer the settings of the groups, such as ``lr``."""
-        pairs = zip(self._local.param_groups, self.param_groups, strict=True)
-        for local, group in pairs:
-            local.update(settings_of(group))
 
     def _read_settings(self, *, only_new: bool = False) -> None:
         """Take the settings of the local optimizer, which a step may change."""
