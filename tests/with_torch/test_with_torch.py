@@ -522,6 +522,7 @@ def test_keywords_of_horovod(strategy, torch, mt):
         (lambda: mt.broadcast_optimizer_state(sgd, root_rank=1), "load it on rank 0"),
         (lambda: mt.DistributedOptimizer(sgd, compression=1), 'compression="fp16"'),
         (lambda: mt.DistributedOptimizer(sgd, process_set=1), "`strategy=`"),
+        (lambda: mt.DistributedOptimizer(sgd, sparse_as_dense=True), "sparse=False"),
         (lambda: mt.DistributedOptimizer(model), "torch.optim.Adam(model.parameters()"),
         (lambda: mt.broadcast_parameters(model, src=1), "write `root=1`"),
         (lambda: mt.all_reduce(x, "SUM", group=1), "`strategy=`"),
