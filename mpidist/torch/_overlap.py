@@ -195,9 +195,8 @@ class Overlap:
             self._forget()
             plan = None
         if plan is None:
+            self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
             gradient = parameter.grad
-            if gradient is None or not gradient.is_sparse:
-                self._ready[id(parameter)] = self._ready.get(id(parameter), 0) + 1
             self._found[id(parameter)] = (*_with_version(gradient), _sum_of(gradient))
             return
         can_begin = plan.note(parameter)
@@ -297,7 +296,12 @@ class Overlap:
         rows = group.collectives.broadcast(np.array([order, counts]), call=call)
         order, counts = rows.tolist()
         if any(counts):
-            last = {i for i, n in enumerate(counts) if not n}
+            gradients = gradients_of(named)  # reduced, so alike on all ranks
+            last = {
+                i
+                for i, (n, x) in enumerate(zip(counts, gradients, strict=True))
+                if not n or x is None or x.is_sparse
+            }
             number = group.guard.sequence
             self._plan = _Plan(group, named, number, order, counts, last)
 

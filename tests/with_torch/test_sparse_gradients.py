@@ -85,10 +85,10 @@ def test_the_training_of_one_rank_on_all_rows(
                 )
             else:
                 options = {"overlap": overlap, "backward_passes_per_step": passes}
-                train(
-                    [mt.DistributedOptimizer(x, **options) for x in optimizers],
-                    lambda n, x=model: loss_of(torch, x, n, rank).backward(),
-                )
+                wrapped = [mt.DistributedOptimizer(x, **options) for x in optimizers]
+                train(wrapped, lambda n, x=model: loss_of(torch, x, n, rank).backward())
+                planned = [x._overlap._plan is not None for x in wrapped]
+                assert planned == [overlap and size > 1] * len(wrapped)
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
         assert model["table"].weight.grad.is_sparse
