@@ -72,7 +72,8 @@ class Metric:
         return self
 
     def __init__(self, name: str | None = None, dtype: object = None) -> None:
-        call, hint = type(self).__name__, "write the others as `keyword=value`"
+        call = type(self).__name__
+        hint = "write other settings as `keyword=value`; arrays are for `update_state`"
         expect(isinstance(name, str | None), call, "`name` to be a string", name, hint)
         self.name: str = name or _CAPITAL.sub("_", type(self).__name__).lower()
         self._weights: list[Variable] = []
