@@ -51,6 +51,7 @@ _LEAST_BUCKET_BYTES: Final = 2**20
 _BUCKETS: Final = 8
 # How often a tensor was written to, counted by torch; documented, if not by its name.
 _version_of: Final = operator.attrgetter("_version")
+_is_view: Final = operator.methodcaller("_is_view")  # it shares the version of another
 _all: Final = threads.ReplicaLocal(weakref.WeakSet["Overlap"])
 
 
@@ -231,7 +232,7 @@ class Overlap:
             p.grad is not None
             and id(p) in found
             and not (
-                _is_same(p.grad, *found[id(p)][:2])
+                (_is_view(p.grad) or _is_same(p.grad, *found[id(p)][:2]))
                 and _sum_of(p.grad) == found[id(p)][2]
             )
             for _, p in named
@@ -366,9 +367,9 @@ class Overlap:
         if plan.group.replica_id == 0:
             reporting.warn(
                 f"mpidist: {self._call}: in two successive steps gradients have changed"
-                " after they were ready (by the program, or by backward passes of "
-                "another number), and were reduced twice. From now on they are reduced "
-                "in `step`: overlap=False"
+                " after they were ready (by the program, by backward passes of another "
+                "number, or as views of one buffer), and were reduced twice. From now "
+                "on they are reduced in `step`: overlap=False"
             )
 
 

@@ -177,6 +177,25 @@ def test_gradients_that_the_program_changes(trains_alike, torch, rank, caplog):
         assert "were reduced twice" in caplog.text
 
 
+@pytest.mark.usefixtures("several")
+def test_gradients_that_are_views_of_one_buffer(trains_alike, torch, rank, caplog):
+    def step(training, number):
+        parameters = list(training.module.parameters())
+        places = torch.zeros(sum(p.numel() for p in parameters)).split(
+            [p.numel() for p in parameters]
+        )
+        for p, place in zip(parameters, places, strict=True):
+            p.grad = place.view_as(p)
+        training.loss().backward()
+        training.optimizer.step()
+
+    trains_alike(step)
+    wait_for_reports()
+    assert "the program has changed gradients" not in caplog.text
+    if rank == 0:
+        assert "views of one buffer" in caplog.text
+
+
 def test_steps_that_are_skipped(trains_alike):
     def step(training, number):
         training.optimizer.zero_grad()
