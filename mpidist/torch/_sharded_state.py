@@ -50,20 +50,11 @@ class Part:
         return self.tensor is not self.parameter
 
     def refresh(self) -> None:
-        """Take the memory that the parameter has now, and its gradient.
-
-        Raises:
-            TypeError: if the gradient is sparse.
-        """
-        gradient = self.parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise TypeError(
-                "ZeroRedundancyOptimizer: got a sparse gradient; write "
-                "`torch.nn.Embedding(..., sparse=False)`"
-            )
+        """Take the memory that the parameter has now, and its gradient."""
         if not self.is_cut:
             return
         here = slice(self.start, self.stop)
+        gradient = self.parameter.grad
         self.tensor.data = self.parameter.detach().view(-1)[here]
         self.tensor.grad = None if gradient is None else gradient.reshape(-1)[here]
 
@@ -75,7 +66,12 @@ class Sequence(NamedTuple):
     partition: Partition
 
     def check(self, call: str) -> None:
-        """Raise a ValueError if a parameter has another number of elements now."""
+        """Check the parameters before a step.
+
+        Raises:
+            TypeError: if a gradient is sparse.
+            ValueError: if a parameter has another number of elements now.
+        """
         starts = self.partition.starts
         for p, start, stop in zip(self.parameters, starts, starts[1:], strict=False):
             if p.numel() != stop - start:
@@ -83,6 +79,11 @@ class Sequence(NamedTuple):
                     f"{call}: expected a parameter of {stop - start} elements, as when "
                     f"the optimizer was made, got shape {tuple(p.shape)}; make the "
                     "optimizer after the parameters have changed"
+                )
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{call}: got a sparse gradient; write "
+                    "`torch.nn.Embedding(..., sparse=False)`"
                 )
 
     def elements_of(self, rank: int) -> torch.Tensor:
