@@ -154,28 +154,49 @@ def find(
     lines, hint = [problem for x in found if (problem := problem_of(x, reader))], ""
     # With `partial`, too, something has to be in both.
     if not partial or (items and not any(map(outer, saved))):
-        given = {x.name for x in found}
-        missing = [x.name for x in items if x.name not in given and not x.is_optional]
-        if missing:
-            lines.append(f"missing in the checkpoint: {listed(missing)}")
-        if left:
-            lines.append(f"only in the checkpoint: {listed(left)}")
-        if partial:
-            hint = "Nothing of it is among the objects, whatever `partial` says. "
-        elif missing or left:
-            hint = "Write `partial=True` to restore what both have, now or later. "
+        more, hint = _in_one_only(items, found, left, partial)
+        lines += more
     if lines:
         raise unfit(call, f" {reader.path!r}", lines, hint)
+    states = _read(reader, found, own, zero, arrays)
+    kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+    return Found([x.name for x in found], states, kinds, manifest.replicas, left)
+
+
+def _read(
+    reader: CheckpointReader,
+    found: Sequence[Item],
+    names: Mapping[str, Sequence[str]],
+    zero: Mapping[str, Variable],
+    arrays: dict[str, HostArray],
+) -> Values:
+    """Return the states of items; read arrays, or make those that are zero."""
+    manifest = manifest_of(reader)
     states = {
         x.name: manifest.states[x.name] for x in found if isinstance(x, StateItem)
     }
-    names = [name for x in found for name in own[x.name] if name in manifest.arrays]
-    needed = dict.fromkeys([*names, *manifest.of_states(states)])
+    own = [name for x in found for name in names[x.name] if name in manifest.arrays]
+    needed = dict.fromkeys([*own, *manifest.of_states(states)])
     arrays |= read_arrays(reader, needed)
     for name, variable in zero.items():
         arrays[name] = np.zeros(variable.shape, variable.dtype)
-    kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
-    return Found([x.name for x in found], states, kinds, manifest.replicas, left)
+    return states
+
+
+def _in_one_only(
+    items: Sequence[Item], found: Sequence[Item], left: list[str], partial: bool
+) -> tuple[list[str], str]:
+    """Return what only the objects have, or only the checkpoint; and a hint."""
+    given, lines = {x.name for x in found}, []
+    missing = [x.name for x in items if x.name not in given and not x.is_optional]
+    if missing:
+        lines.append(f"missing in the checkpoint: {listed(missing)}")
+    if left:
+        lines.append(f"only in the checkpoint: {listed(left)}")
+    if partial:
+        return lines, "Nothing of it is among the objects, whatever `partial` says. "
+    hint = "Write `partial=True` to restore what both have, now or later. "
+    return lines, hint if lines else ""
 
 
 def _slots_not_saved(

@@ -48,10 +48,6 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
         algorithm = comm.buffers.algorithm
         if nbytes > _most_bytes(resources, signature, algorithm):
             return None
-        kinds = [(x.reduction.compute, x.reduction.combining) for x in signature.leaves]
-        runs = sum(1 for _ in itertools.groupby(kinds))  # a collective each
-        if runs > _MOST_RUNS:
-            return None
     core = _new_core(resources, signature, algorithm)
     return CoreReduce(resources, signature, "between", core)
 
@@ -60,6 +56,9 @@ def _most_bytes(
     resources: Resources, signature: Signature, algorithm: Algorithm
 ) -> int:
     """Return up to which size this is the route of nests without room in the header."""
+    kinds = [(x.reduction.compute, x.reduction.combining) for x in signature.leaves]
+    if sum(1 for _ in itertools.groupby(kinds)) > _MOST_RUNS:  # a collective each
+        return 0
     copied = algorithm.gathers or len(signature.leaves) > 1
     most = _MOST_COPIED_BYTES if copied else _MOST_BYTES
     if resources.nodes is not None:

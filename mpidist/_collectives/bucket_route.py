@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from mpidist._mpi.communicator import Communicator
 # it is.
 _LEAST_UNPACKED: Final = LEAST_EXCHANGED
 _BYTES: Final = np.dtype(np.uint8)
+_Compress: TypeAlias = Callable[[], Compression]
 
 
 @dataclasses.dataclass
@@ -61,7 +62,7 @@ class Bucket:
 def plan_buckets(
     leaves: list[Leaf],
     bytes_per_pack: int,
-    compress: Callable[[], Compression] | None = None,
+    compress: _Compress | None = None,
     root: int | None = None,
 ) -> list[Bucket]:
     """Divide leaves into buckets of at most ``bytes_per_pack``, by dtype.
@@ -76,14 +77,9 @@ def plan_buckets(
         compress: makes the compression of a bucket of leaves that are `compressible`.
         root: the one rank that wants the results, from packed leaves; None: all do.
     """
-
-    def is_plain(index: int, lossy: bool) -> bool:
-        return root is None and not lossy and leaves[index].reduction.encoding == "none"
-
-    groups: dict[tuple[DType, MPIOp, bool, bool], list[int]] = {}
+    groups: dict[tuple[DType, MPIOp, bool, _Compress | None], list[int]] = {}
     for index, leaf in enumerate(leaves):
-        reduction = leaf.reduction
-        lossy = compress is not None and leaf.compressible
+        reduction, lossy = leaf.reduction, compress if leaf.compressible else None
         key = (reduction.wire, reduction.combining, leaf.on_device, lossy)
         groups.setdefault(key, []).append(index)
     buckets: list[Bucket] = []
@@ -94,7 +90,7 @@ def plan_buckets(
         bucket: Bucket | None = None
         first = len(buckets)
         for index in members:
-            size, plain = leaves[index].size, is_plain(index, lossy)
+            size, plain = leaves[index].size, _is_plain(leaves[index], root, lossy)
             is_large = size * wire.itemsize >= _LEAST_UNPACKED and not on_device
             if is_large if plain else size > most:  # alone
                 step = size if plain else most
@@ -109,11 +105,16 @@ def plan_buckets(
             bucket.offsets += (bucket.size,)
             bucket.size += size
         for bucket in buckets[first:]:
-            if lossy and compress is not None:
-                bucket.compression = compress()
-            alone = len(bucket.leaves) == 1
-            bucket.is_direct = alone and is_plain(bucket.leaves[0], lossy)
+            if lossy is not None:
+                bucket.compression = lossy()
+            leaf, alone = leaves[bucket.leaves[0]], len(bucket.leaves) == 1
+            bucket.is_direct = alone and _is_plain(leaf, root, lossy)
     return sorted(buckets, key=lambda bucket: not bucket.is_direct)
+
+
+def _is_plain(leaf: Leaf, root: int | None, lossy: object) -> bool:
+    """Return whether a leaf can be reduced from the array to the result."""
+    return root is None and lossy is None and leaf.reduction.encoding == "none"
 
 
 class _Call(NamedTuple):
