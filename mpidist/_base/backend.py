@@ -24,7 +24,7 @@ LeafKind = Literal["array", "scalar", "number", "torch", "jax"]
 ArrayModule: TypeAlias = Any
 """NumPy or CuPy, which has no types."""
 
-_A = TypeVar("_A", bound=Array)
+_A = TypeVar("_A", HostArray, DeviceArray, Array)
 _NUMBERS: Final = "biufc"  # kinds of dtypes, from narrow to wide
 
 
@@ -389,6 +389,6 @@ def from_bytes(raw: _A, dtype: DType, shape: Shape) -> _A:
     return raw.view(dtype).reshape(shape)
 
 
-def describe(x: Array) -> str:
+def describe(x: Any) -> str:
     """Return for example ``float32 (3, 4)``."""
     return f"{x.dtype.name} {tuple(x.shape)}"

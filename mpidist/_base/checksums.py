@@ -13,9 +13,9 @@ import numpy as np
 
 from mpidist._base import backend
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.types import Array, Nest
+from mpidist._base.types import Array, DeviceArray, HostArray, Nest
 
-_A = TypeVar("_A", bound=Array)
+_A = TypeVar("_A", HostArray, DeviceArray, Array)
 # Of any buffer: NumPy's types say that arrays are one only from Python 3.12 on.
 _crc32: Final[Callable[..., int]] = zlib.crc32
 
@@ -38,7 +38,7 @@ def value_bytes(x: _A) -> _A:
     """
     raw = backend.as_bytes(backend.contiguous(x))
     if x.dtype.char in "gG" and np.finfo(np.longdouble).nmant == _MANTISSA_OF_X87:
-        rows: _A = raw.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10]
+        rows = raw.reshape(-1, np.dtype(np.longdouble).itemsize)[:, :10]
         return backend.contiguous(rows).reshape(-1)
     return raw
 

@@ -59,8 +59,8 @@ class IndexedSlices:
 
     def __init__(
         self,
-        values: HostArray | Array | Listed,
-        indices: HostArray | Array | Listed,
+        values: Array | Listed,
+        indices: Array | Listed,
         dense_shape: Iterable[int] | None = None,
     ) -> None:
         """Check and keep the rows. They are not copied."""

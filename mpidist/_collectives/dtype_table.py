@@ -102,7 +102,7 @@ class Reduction:
 
     def _from_ordered(self, ordered: Array) -> Array:
         limits = np.iinfo(self.wire)
-        flipped = limits.min
+        flipped: int | Array = limits.min
         if self.dtype.kind != "u":
             flipped = (ordered >> (limits.bits - 1)) & limits.max
         return (ordered ^ flipped).view(self.compute)

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from mpidist._base import backend, nest
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp
-from mpidist._base.types import DeviceArray, HostArray, Nest
+from mpidist._base.types import Array, Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._runtime.registry import home_of
@@ -27,7 +27,7 @@ from mpidist._values.distributed import (
 )
 from mpidist._values.variable import Variable, storage_of
 
-Everywhere: TypeAlias = DistributedValues | ArrayLike | HostArray | DeviceArray
+Everywhere: TypeAlias = DistributedValues | ArrayLike | Array
 """A destination on every replica."""
 Destination: TypeAlias = Everywhere | str
 """The destination of a result: every replica or, for the device of a rank, that one."""

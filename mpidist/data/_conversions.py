@@ -228,7 +228,7 @@ def _padded(column: tuple[Array, ...], shape: _Shape, value: Any) -> Array:
             raise ValueError(f"{_PADDED}: expected rows of {kind}, got {row!r:.80}")
     padding = _padding(value, dtype)
     dtype = longest_text(dtype, np.asarray(padding).dtype)
-    filled: Array = xp.full((len(column), *target), padding, dtype)
+    filled = xp.full((len(column), *target), padding, dtype)
     for number, row in enumerate(column):
         filled[(number, *map(slice, row.shape))] = row
     return filled
