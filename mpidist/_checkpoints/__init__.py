@@ -5,13 +5,11 @@ from mpidist._checkpoints.checkpoint import (
     RestoreStatus as RestoreStatus,
 )
 from mpidist._checkpoints.directory import (
+    checkpoints_iterator as checkpoints_iterator,
     latest_checkpoint as latest_checkpoint,
     load_checkpoint as load_checkpoint,
 )
 from mpidist._checkpoints.manager import CheckpointManager as CheckpointManager
-from mpidist._checkpoints.new_checkpoints import (
-    checkpoints_iterator as checkpoints_iterator,
-)
 from mpidist._checkpoints.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
     TerminationConfig as TerminationConfig,

@@ -20,6 +20,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Thread
 from typing import Final, TypeVar
 
@@ -166,17 +167,16 @@ class Write:
 
     def __init__(self, write: Callable[[], int]) -> None:
         self._process = os.getpid()
-        self._result: int | None = None
-        self._error: BaseException | None = None
+        self._written: Future[int] = Future()
         before = list(_last.get())
 
         def run() -> None:
             try:
                 for thread in before:
                     thread.join()
-                self._result = write()
+                self._written.set_result(write())
             except BaseException as error:
-                self._error = error
+                self._written.set_exception(error)
 
         # No daemon: Python waits for it before it ends.
         self.thread: Thread = threads.start_thread("checkpoint", run, daemon=False)
@@ -192,10 +192,7 @@ class Write:
             return None
         self.thread.join()
         process_exit.not_before_end(self.finish)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return self._result
+        return self._written.result()
 
 
 def wait_for_threads() -> None:

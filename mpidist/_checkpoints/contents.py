@@ -68,12 +68,13 @@ def collect(objects: MutableMapping[str, Any], unmade: Unmade = "refuse") -> lis
     return [items[name] for name in sorted(items)]
 
 
-def check(items: Sequence[Item]) -> None:
-    """Check that the states can be saved that can be read without communication.
+def checked(objects: MutableMapping[str, Any]) -> list[Item]:
+    """Decompose objects, and check states that can be read without communication.
 
     Raises:
-        TypeError: if one cannot.
+        TypeError: if one cannot be saved.
     """
+    items = collect(objects, "skip")
     for item in items:
         if not isinstance(item, StateItem) or not item.readable:
             continue
@@ -82,6 +83,7 @@ def check(items: Sequence[Item]) -> None:
         except Exception:  # not ready yet; it is read again when it is saved
             continue
         state_json.pack(state, item.name, "Checkpoint")
+    return items
 
 
 def group_of(items: Iterable[Item], call: str) -> ReplicaGroup | None:

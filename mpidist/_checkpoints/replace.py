@@ -16,12 +16,6 @@ that is killed, or a machine that stops, between any two steps leaves the previo
 the new checkpoint, complete, and no recovery is needed to read it. The next save to
 this path first deletes any other remains (a temporary directory; an array file that no
 manifest names). One job at a time may save to a path.
-
-Rejected: renaming a directory over another one (POSIX allows it over an empty one
-only), moving the old one away first (for a moment there would be none), exchanging the
-two (``renameat2`` is Linux only, and NFS and Lustre do not support it), a symbolic link
-to numbered directories (one checkpoint would be a link and a directory, and is easily
-copied in part).
 """
 
 from __future__ import annotations

@@ -132,9 +132,7 @@ class Restore:
                 found.states,
                 restoring.share(call, found.kinds, arrays),
                 apart,
-                self._partial,
-                self._path,
-                self.number,
+                (self._partial, self._path, self.number),
             )
             self.saved.update(found.kinds, found.states, found.left)
             owners = [x.owner for x in restored.values() if x.owner is not None]

@@ -312,9 +312,7 @@ def put(
     states: Values,
     arrays: dict[str, HostArray],
     apart: Collection[str] = (),
-    partial: bool = False,
-    path: str = "",
-    number: int = 0,
+    later: tuple[bool, str, int] = (False, "", 0),
 ) -> None:
     """Restore objects. Collective.
 
@@ -325,9 +323,8 @@ def put(
         arrays: all arrays, which are taken: states may share their memory.
         apart: the generators that differ between the replicas, although there is one
             state: replica 0 gets it.
-        partial: whether variables that an object makes later may be missing.
-        path: of the checkpoint, for the messages of such an object.
-        number: of the restore, for such an object.
+        later: for an object that makes variables later: whether some may be missing,
+            the path of the checkpoint, and the number of the restore.
     """
 
     def prepare() -> tuple[list[Callable[[], None]], list[tuple[StateItem, State]]]:
@@ -344,7 +341,7 @@ def put(
                 start = len(item.name) + 1
                 kept = {x[start:]: arrays.pop(x) for x in own[item.name] if x in arrays}
                 keep = item.owner.__restore_later__
-                steps.append(functools.partial(keep, kept, partial, path, number))
+                steps.append(functools.partial(keep, kept, *later))
         chosen: list[tuple[StateItem, State]] = []
         for name, values in states.items():
             owner = items[name]

@@ -40,8 +40,7 @@ class SavedObjects:
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.by_name: dict[str, Any] = dict(objects)
         self._told: list[Callable[[bool], None]] = []
-        items = contents.collect(self.by_name, "skip")
-        contents.check(items)
+        items = contents.checked(self.by_name)
         self._nearest = (
             contents.group_of(items, "Checkpoint") or context.current().group
         )
@@ -53,7 +52,7 @@ class SavedObjects:
             TypeError, ValueError: if it cannot be saved; then nothing has changed.
         """
         objects = {**self.by_name, name: value}
-        contents.check(contents.collect({name: value}, "skip"))
+        contents.checked({name: value})
         contents.collect(objects, "skip")
         told = [*self._told]
         for tell in told:

@@ -23,7 +23,6 @@ from mpidist.data._options import (
     InputContext,
     InputOptions,
     InputReplicationMode,
-    as_policy,
 )
 from mpidist.data._rows import describe
 from mpidist.data._selections import Part
@@ -112,7 +111,7 @@ class DistributedDataset:
                     f"{call}: Input replication mode not supported: {mode}; write "
                     "InputReplicationMode.PER_WORKER"
                 )
-            policy = as_policy(chosen.auto_shard_policy, "InputOptions")
+            policy: Any = chosen.auto_shard_policy
             if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
                 raise ValueError(
                     f"{call}: got AutoShardPolicy.{policy.name}, but "

@@ -149,7 +149,7 @@ class Input:
                 yield Piece(rows, whole)
                 continue
             if isinstance(block, RowBlock):
-                rows = count_rows(block, "experimental_distribute_dataset", replicas)
+                rows = count_rows(block, replicas)
                 checksum = block.checksum() if self.checked else 0
             if self.batch_size is None:
                 self.batch_size = rows

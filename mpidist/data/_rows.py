@@ -267,8 +267,9 @@ def block_of(element: Nest, call: str) -> RowBlock:
     return RowBlock([as_leaf(leaf, call) for leaf in leaves], structure)
 
 
-def count_rows(block: RowBlock, call: str, replicas: int) -> int:
+def count_rows(block: RowBlock, replicas: int) -> int:
     """Return the common first dimension of a global batch."""
+    call = "experimental_distribute_dataset"
     shapes = [leaf.shape for leaf in block.leaves]
     if not shapes:
         raise ValueError(f"{call}: got an element without arrays, {block.structure}")

@@ -55,7 +55,7 @@ def split_input(
     group: ReplicaGroup, dataset: object, options: InputOptions, call: str
 ) -> tuple[Stage, AutoShardPolicy]:
     """Return what this rank reads of a dataset of global batches, and the policy."""
-    policy = as_policy(options.auto_shard_policy, "InputOptions")
+    policy: Any = options.auto_shard_policy
     if isinstance(dataset, Dataset) and policy is AutoShardPolicy.AUTO:
         own = dataset.options().experimental_distribute.auto_shard_policy
         policy = as_policy(own, "DistributeOptions")
@@ -320,7 +320,7 @@ class Pieces(Derived):
         for block in self.parent.opened(self.parent.tokens(in_pass)):
             rows = block.rows
             if isinstance(block, RowBlock):
-                rows = count_rows(block, "experimental_distribute_dataset", count)
+                rows = count_rows(block, count)
             if self.separately:
                 for number in range(count):
                     yield [(block, *split_as_it_comes(rows, count, number))]

@@ -202,12 +202,8 @@ class Generated(Stage):
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
         with shuffle_seeds.reading:
             made = self._function(*self._args)
-        if not hasattr(made, "__iter__"):
-            raise TypeError(
-                f"{_GENERATOR}: expected a function that returns an iterable, got "
-                f"{made!r:.80} of type {type(made).__name__} from it; write a function "
-                "with `yield`"
-            )
+        what, hint = "a function that returns an iterable", "write one with `yield`"
+        expect(hasattr(made, "__iter__"), _GENERATOR, what, made, hint)
         try:
             elements = iter(made)
             while True:
@@ -324,11 +320,9 @@ def declared(signature: Nest, types: Nest, shapes: Nest) -> Nest | None:
 
 
 def _declared_spec(leaf: Any) -> ArraySpec:
-    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
-        raise TypeError(
-            f"{_GENERATOR}: expected `output_signature` to be a nest of "
-            f"`mpidist.data.ArraySpec(shape, dtype)`, got {leaf!r:.80} in it"
-        )
+    is_spec = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    what = "`output_signature` to be a nest of `mpidist.data.ArraySpec(shape, dtype)`"
+    expect(is_spec, _GENERATOR, what, leaf)
     return _spec(leaf.dtype, leaf.shape)
 
 

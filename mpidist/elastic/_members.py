@@ -160,7 +160,7 @@ class Round:
 
     def vote(self) -> bool:
         """Return whether all replicas live and have come here. Collective over them."""
-        if not self.over and not survival.agree(self.replicas, 1, self._wait):
+        if not self.over and not survival.agree(self.replicas, 1, self._wait()):
             self.over = True
         return not self.over
 
@@ -170,16 +170,14 @@ class Round:
             self.over = True
             assert self.replicas is not None  # a spare does not give up
             self.replicas.Revoke()
-            survival.agree(self.replicas, 0, self._wait)
+            survival.agree(self.replicas, 0, self._wait())
 
-    def _wait(self, request: MpiRequest) -> None:
-        _wait(
-            request,
-            self.stop,
-            self.timeout,
+    def _wait(self) -> Callable[[MpiRequest], None]:
+        why = (
             "some replica lives, but has not taken part in a vote of the replicas for "
-            "{} s: it is stopped, or hangs",
+            "{} s: it is stopped, or hangs"
         )
+        return functools.partial(_wait, self.stop, self.timeout, why)
 
     def leave(self) -> None:
         """Tell the others that this replica leaves, and raises. Not collective."""
@@ -281,16 +279,11 @@ def meet(before: Round | None, member: Member, timeout: float = 0.0) -> Round:
     else:
         comm, stop = before.all, before.stop
         comm.Revoke()
-
-    def wait(request: MpiRequest) -> None:
-        _wait(
-            request,
-            stop,
-            timeout,
-            "not all living ranks of the job made this call within {} s; make it on "
-            "every rank",
-        )
-
+    why = (
+        "not all living ranks of the job made this call within {} s; make it on every "
+        "rank"
+    )
+    wait = functools.partial(_wait, stop, timeout, why)
     survival.agree(comm, 1, wait)  # shrinking would wait for all, and forever
     while True:
         comm = comm.Shrink()
@@ -336,14 +329,14 @@ def _begin(
     return Round(comm, stop, replicas if mine >= 0 else None, placement, timeout)
 
 
-def _wait(request: MpiRequest, stop: MpiComm | None, timeout: float, why: str) -> None:
+def _wait(stop: MpiComm | None, timeout: float, why: str, request: MpiRequest) -> None:
     """Wait for an agreement.
 
     Args:
-        request: that of the agreement.
         stop: revoked by a replica that leaves; None in the first round.
         timeout: seconds to wait for the others; 0: forever.
         why: what the error at the deadline says, with their number.
+        request: that of the agreement.
 
     Raises:
         RuntimeError: if a replica has left the run: it will not take part.

@@ -62,9 +62,7 @@ class StateStorage:
                 self.values[name] = value
             else:
                 self.given[name] = value
-        items = contents.collect(self.given, "skip")
-        contents.check(items)
-        for item in items:
+        for item in contents.checked(self.given):
             if isinstance(item, VariableItem):
                 raise TypeError(
                     f"State: {item.name!r} is a variable. Variables belong to a "

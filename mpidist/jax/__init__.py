@@ -9,7 +9,6 @@ one array: `jax.grad`, `jax.jit` and `jax.tree` take them as copies of their arr
 """
 
 from mpidist._base.remedies import publish as _publish
-from mpidist.jax import _pytrees as _pytrees
 from mpidist.jax._collectives import (
     all_reduce as all_reduce,
     broadcast as broadcast,

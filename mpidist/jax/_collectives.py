@@ -1,10 +1,13 @@
-"""Reductions of pytrees, and gradients that are reduced."""
+"""Reductions of pytrees, and gradients that are reduced.
+
+Variables and Mirrored values are pytrees, too: one array, a copy of theirs.
+"""
 
 from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -21,7 +24,10 @@ from mpidist._base.remedies import explain_keywords
 from mpidist._runtime.group import ReplicaGroup
 from mpidist._strategy.current import check_root, group_of_call
 from mpidist._strategy.strategy import Strategy
+from mpidist._values.array_like import ArrayLike
 from mpidist._values.consistency import Steps
+from mpidist._values.distributed import Mirrored
+from mpidist._values.variable import Variable
 
 PyTree: TypeAlias = Any
 """Arrays and numbers in any containers that JAX knows."""
@@ -236,3 +242,20 @@ def _flatten(tree: PyTree) -> tuple[dict[str, Any], Any]:
         names = unique(jax.tree_util.keystr(path) for path, _ in paths)
         _names[structure] = names
     return dict(zip(names, leaves, strict=True)), structure
+
+
+# --- variables as pytrees --------------------------------------------------
+
+
+def _copy_of(x: ArrayLike) -> tuple[tuple[Any], None]:
+    # A copy: arrays of JAX must not change, and a variable does.
+    return (jax.numpy.array(x),), None
+
+
+def _only(_: None, children: Iterable[Any]) -> Any:
+    (child,) = children
+    return child  # a gradient or a traced value: an array, not a variable
+
+
+for _kind in (Variable, Mirrored):
+    jax.tree_util.register_pytree_node(_kind, _copy_of, _only)

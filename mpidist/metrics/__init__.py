@@ -37,11 +37,13 @@ from mpidist.metrics._confusion import (
     TrueNegatives as TrueNegatives,
     TruePositives as TruePositives,
 )
-from mpidist.metrics._iou import BinaryIoU as BinaryIoU, IoU as IoU, MeanIoU as MeanIoU
 from mpidist.metrics._metrics import Mean as Mean, Metric as Metric, Sum as Sum
 from mpidist.metrics._scores import (
+    BinaryIoU as BinaryIoU,
     F1Score as F1Score,
     FBetaScore as FBetaScore,
+    IoU as IoU,
+    MeanIoU as MeanIoU,
     R2Score as R2Score,
 )
 

@@ -15,9 +15,10 @@ _EPSILON: Final = 1e-7  # of Keras
 
 
 class _Compared(_OfPairs, Mean):  # type: ignore[misc]  # update_state as in Keras
-    """The mean of what a comparison of labels and predictions gives."""
+    """The mean of what a comparison of labels and predictions gives, such as a loss."""
 
     _sparse = False  # whether a label is the number of the class of a row
+    _loss: losses.Loss
 
     def _sums(
         self, true: HostArray, pred: HostArray, sample_weight: Nest
@@ -28,7 +29,7 @@ class _Compared(_OfPairs, Mean):  # type: ignore[misc]  # update_state as in Ker
 
     def _compare(self, true: Any, pred: Any) -> Any:
         """Return a value for each row, or for each element."""
-        raise NotImplementedError
+        return self._loss.call(true, pred.astype(np.float64))
 
 
 class Accuracy(_Compared):
@@ -214,9 +215,8 @@ class BinaryCrossentropy(_Compared):
 
     def _compare(self, true: Any, pred: Any) -> Any:
         # Each of a vector is a row.
-        pred = pred.astype(np.float64)
         shape = pred.shape if pred.ndim > 1 else (pred.size, 1)
-        return self._loss.call(true.reshape(shape), pred.reshape(shape))
+        return super()._compare(true.reshape(shape), pred.reshape(shape))
 
 
 class CategoricalCrossentropy(_Compared):
@@ -240,9 +240,6 @@ class CategoricalCrossentropy(_Compared):
         super().__init__(name)
         self._loss = losses.CategoricalCrossentropy(from_logits, label_smoothing, axis)
 
-    def _compare(self, true: Any, pred: Any) -> Any:
-        return self._loss.call(true, pred.astype(np.float64))
-
 
 class SparseCategoricalCrossentropy(_Compared):
     """The mean of `mpidist.losses.sparse_categorical_crossentropy`.
@@ -264,6 +261,3 @@ class SparseCategoricalCrossentropy(_Compared):
     ) -> None:
         super().__init__(name)
         self._loss = losses.SparseCategoricalCrossentropy(from_logits, axis=axis)
-
-    def _compare(self, true: Any, pred: Any) -> Any:
-        return self._loss.call(true, pred.astype(np.float64))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from mpidist._base import backend, checksums
+from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.names import listed
 from mpidist._base.types import Array, DType, Nest
@@ -118,31 +119,20 @@ def group_for(
     return group, group.is_mpi and not in_replica
 
 
-def _check_variables(
-    variables: Sequence[object], call: str, known: dict[int, int]
-) -> None:
+def _check_variables(variables: list[Any], call: str, known: dict[int, int]) -> None:
     if not variables:
         raise ValueError(f"{call}: expected at least one variable, got none")
     seen: set[int] = set()
-    first: Variable | None = None
     for variable in variables:
         if not isinstance(variable, Variable):
-            hint = (
-                "; a pair is (gradient, variable), in this order"
-                if call == APPLY
-                else ""
-            )
-            raise TypeError(
-                f"{call}: expected a `mpidist.Variable`, got a "
-                f"{type(variable).__name__}{hint}"
-            )
+            hint = "a pair is (gradient, variable), in this order" * (call == APPLY)
+            expect(False, call, "a `mpidist.Variable`", variable, hint)
         if id(variable) in seen:
             raise ValueError(
                 f"{call}: Variable {variable.name!r} is given twice; add its "
                 "gradients, and pass it once"
             )
         seen.add(id(variable))
-        first = variable if first is None else first
         if id(variable) in known and id(variables[0]) in known:
             continue
         name = variable.name
@@ -158,7 +148,7 @@ def _check_variables(
                 f"{call}: expected variables of floating dtypes, got Variable {name!r} "
                 f"of {dtype.name}"
             )
-        check_owner(storage_of(first).group, call, variable)
+        check_owner(storage_of(variables[0]).group, call, variable)
 
 
 # --- gradients ----------------------------------------------------------------------
@@ -277,24 +267,12 @@ def collect(
     # Sums get buffers of their own, if there are several replicas.
     kept = given.summed if group.collectives.comm.size > 1 else []
     if len(kept) < len(given.arrays):
-        _copy_views(given, kept, variables)
+        # Copies of gradients that are views of variables, and change in the update.
+        owners = set(map(id, map(_owner, map(array_of, variables))))
+        for i, x in enumerate(given.arrays):
+            if i not in kept and id(_owner(x)) in owners:
+                given.arrays[i] = x.copy()
     return given
-
-
-def _copy_views(
-    given: GivenGradients, kept: list[int], variables: list[Variable]
-) -> None:
-    """Copy gradients that are views of variables, and so change in the update.
-
-    Args:
-        given: the gradients.
-        kept: the places of those that are not used in the update.
-        variables: all that are updated.
-    """
-    owners = set(map(id, map(_owner, map(array_of, variables))))
-    for i, x in enumerate(given.arrays):
-        if i not in kept and id(_owner(x)) in owners:
-            given.arrays[i] = x.copy()
 
 
 def _is_usual(gradient: Gradient, array: Array) -> bool:

@@ -245,10 +245,8 @@ class Optimizer:
         was assigned, the rate becomes that of the constructor again. A function is not
         saved: assign it again in a new process.
         """
-        count: Any = self._iterations
-        if count is None and self._restored is not None:
-            count = self._restored[0].get(f"{self._name}/iterations")
-        rate = self._rate(0 if count is None else int(count))
+        count = self.__saved_unbuilt__()[f"{self._name}/iterations"].item()
+        rate = self._rate(count)
         return AssignableRate(rate, functools.partial(setattr, self, "learning_rate"))
 
     @learning_rate.setter

@@ -23,7 +23,7 @@ from replicas import (
 )
 
 import mpidist
-from mpidist._checkpoints import new_checkpoints, replace
+from mpidist._checkpoints import directory, replace
 from mpidist._checkpoints.storage import CheckpointReader
 
 
@@ -192,7 +192,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path, monkeypatch)
 
 @on_ranks
 def test_new_checkpoints_are_waited_for_together(strategy, folder, rank, monkeypatch):
-    monkeypatch.setattr(new_checkpoints, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(directory, "_POLL_SECONDS", 0.01)
     checkpoint = mpidist.Checkpoint(step=variable(strategy, 0))
     own = folder if rank == 0 else "nowhere"
     answers = [False, True]
