@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mpidist._base import gpus, guests
 from mpidist._base.expect import expect
-from mpidist._base.nest import Structure
+from mpidist._base.nest import Structure, flatten
 from mpidist._base.types import Array, DeviceArray, DType, HostArray, Nest, Shape
 
 LeafKind = Literal["array", "scalar", "number", "torch", "jax"]
@@ -209,7 +209,7 @@ def _not_an_array(x: object) -> str:
         return f"expected an array, got a {kind}; write `numpy.asarray(...)` around it"
     if isinstance(x, Mapping):
         how = ", which is no plain dict; write `dict(...)` around it"
-        if type(x) is dict:
+        if not flatten(x)[1].is_leaf:
             how = "; make a call for each of its values"
         return f"expected an array or a number, got a {kind}{how}"
     if hasattr(x, "__dlpack__"):

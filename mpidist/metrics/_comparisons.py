@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import losses
+from mpidist._base.backend import as_number
 from mpidist._base.expect import as_int, expect
 from mpidist._base.types import HostArray, Nest
 from mpidist.metrics._metrics import Mean, _of_shape, _OfPairs, _sums_of_rows
@@ -70,10 +71,13 @@ class BinaryAccuracy(_Compared):
         self, name: str | None = None, dtype: object = None, threshold: float = 0.5
     ) -> None:
         super().__init__(name)
-        self.threshold = threshold
+        call = type(self).__name__
+        self.threshold: float = as_number(
+            call, "threshold", threshold, np.isfinite, "finite"
+        )
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return true == (pred > float(self.threshold))  # in the dtype of predictions
+        return true == (pred > self.threshold)  # in the dtype of predictions
 
 
 class MeanSquaredError(_Compared):

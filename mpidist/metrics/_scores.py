@@ -340,7 +340,10 @@ class BinaryIoU(IoU):
         dtype: object = None,
     ) -> None:
         super().__init__(2, target_class_ids, name)
-        self.threshold = threshold
+        call = type(self).__name__
+        self.threshold: float = as_number(
+            call, "threshold", threshold, np.isfinite, "finite"
+        )
 
     def _sums(
         self, true: HostArray, pred: HostArray, sample_weight: Nest

@@ -73,7 +73,8 @@ def clip_by_global_norm(
         given = [pair[0] for pair in pairs if pair is not None]
         norm = use_norm
         if norm is None:
-            norm = global_norm(given, norm_scratch(given))
+            real = [abs(x) if x.dtype.kind == "c" else x for x in given]
+            norm = global_norm(real, norm_scratch(real))
         number = backend.as_array(norm, f"{call}: `use_norm`")[0]
         fits = number.shape == () and number.dtype.kind != "b"
         expect(fits, call, "`use_norm` to be a number", use_norm)

@@ -63,7 +63,7 @@ def _cosine(
     steps: int,
     alpha: float,
     target: float,
-    warmup_steps: int,
+    warmup_steps: float,
     step: int,
 ) -> float:
     if step < warmup_steps:
@@ -161,9 +161,9 @@ def cosine_decay(
                 "write `linear_warmup(cosine_decay(...), warmup_steps)`, or the target"
             )
         warmup_target = initial_learning_rate
-    first = initial_learning_rate
-    initial, end, target = _numbers(call, first, alpha, warmup_target)
-    return functools.partial(_cosine, initial, decay_steps, end, target, warmup_steps)
+    numbers = initial_learning_rate, alpha, warmup_target, warmup_steps
+    initial, end, target, warmup = _numbers(call, *numbers)
+    return functools.partial(_cosine, initial, decay_steps, end, target, warmup)
 
 
 def cosine_decay_restarts(

@@ -1,5 +1,7 @@
 """StrategyExtended: each method and attribute, at program level and in merge_fn."""
 
+import collections
+
 import numpy as np
 import pytest
 from replicas import (
@@ -317,11 +319,12 @@ def test_other_wrong_arguments(strategy, rank, in_cross_replica):
         (ValueError, lambda s, x: s.extended.update_non_slot([np.ones(3)], abs)),
     ):
         raises_everywhere(kind, lambda call=call: in_cross_replica(call, 1.0))
-    raises_everywhere(
-        TypeError,
-        lambda: strategy.extended.broadcast_to({"a": 1.0}, "/cpu:0"),
-        "got a dict; make a call for each of its values",
-    )
+    for kind in (dict, collections.OrderedDict):
+        raises_everywhere(
+            TypeError,
+            lambda kind=kind: strategy.extended.broadcast_to(kind(a=1.0), "/cpu:0"),
+            f"got a {kind.__name__}; make a call for each of its values",
+        )
 
 
 @pytest.mark.mpi(min_size=2)

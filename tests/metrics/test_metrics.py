@@ -500,6 +500,8 @@ def test_settings_that_are_no_numbers_are_refused():
         (lambda x: metrics.TopKCategoricalAccuracy(x), "`k` to be an int"),
         (lambda x: metrics.FBetaScore("micro", x), "`beta` to be a number"),
         (lambda x: metrics.RecallAtPrecision(x), "`precision` to be a number"),
+        (lambda x: metrics.BinaryAccuracy(threshold=x), "`threshold` to be a number"),
+        (lambda x: metrics.BinaryIoU(threshold=x), "`threshold` to be a number"),
         (lambda x: losses.Huber(x), "Huber: .*`delta` to be a number"),
     ):
         with pytest.raises(TypeError, match=f"{line}, got '2' of type str"):

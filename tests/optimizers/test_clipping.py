@@ -14,6 +14,9 @@ def test_the_norm_is_computed_in_float64():
     assert clipped.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(clipped.astype(float)), 1, rtol=1e-6)
     assert clip_by_global_norm([], 1.0) == ([], 0.0)
+    (clipped,), norm = clip_by_global_norm([np.array([3j, 4.0])], 1.0)
+    np.testing.assert_allclose(clipped, [0.6j, 0.8])
+    assert norm == 5.0
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

@@ -96,6 +96,7 @@ def test_what_is_no_number_is_refused_when_a_schedule_is_made(wrong):
         lambda x: piecewise_constant([3], [1.0, x]),
         lambda x: piecewise_constant(None, x),
         lambda x: linear_warmup(x, 2),
+        lambda x: cosine_decay(0.1, 10, warmup_target=0.2, warmup_steps=x),
     ]
     for make in numbers:
         with pytest.raises(TypeError, match=r"[a-z_]+: expected (lists of )?numbers, "):
