@@ -155,6 +155,11 @@ class DistributedOptimizer(_AnyOptimizer):
             )
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An optimizer's steps use its own, as of an empty state, to begin anew.
+        own = name in ("defaults", "param_groups", "state")
+        object.__setattr__(self._optimizer if own else self, name, value)
+
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "a DistributedOptimizer cannot be pickled or copied; save "

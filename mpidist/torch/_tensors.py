@@ -275,7 +275,11 @@ def all_reduce(
     results, _ = nest.flatten(group.all_reduce(checked, given, None, call))
     with torch.inference_mode():  # without autograd, into tensors made there too
         for tensor, result in zip(leaves, results, strict=True):
-            tensor.copy_(of_rows(result) if tensor.is_sparse else result)
+            if tensor.is_sparse:
+                result = of_rows(result)
+                if tensor.sparse_dim() > 1:
+                    result = result.to_dense().to_sparse(tensor.sparse_dim())
+            tensor.copy_(result)
     return tensors
 
 

@@ -177,6 +177,9 @@ def test_all_reduce(strategy, rank, size, torch, mt):
     assert other.tolist() == [1, 1]
     whole = make(torch.int64)
     assert mt.all_reduce(whole, "SUM", strategy=strategy).to_dense().sum() == 4 * size
+    elements = torch.eye(3).to_sparse()  # not rows
+    mt.all_reduce(elements, "SUM", strategy=strategy)
+    assert torch.equal(elements.to_dense(), size * torch.eye(3))
     for op, kind, give in (
         ("MAX", TypeError, lambda x: x),
         ("SUM", mpidist.CollectiveMismatchError, lambda x: x if rank else x.to_dense()),

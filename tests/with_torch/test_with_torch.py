@@ -1,5 +1,6 @@
 """mpidist.torch: two ranks do what one does with all rows, on torch's own functions."""
 
+import collections
 import copy
 import functools
 import os
@@ -384,6 +385,20 @@ def test_all_reduce_at_program_level(strategy, rank, torch, mt):
     assert "`strategy.replica_id`" in text
     text = remedies.missing_name("mpidist.torch", "", "all_gather").args[0]
     assert "`strategy.gather(strategy.run(lambda: value), axis=0)` outside" in text
+
+
+def test_a_state_and_groups_that_the_program_replaces(strategy, torch, mt):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([weight], lr=1.0, momentum=1.0)
+    wrapped = mt.DistributedOptimizer(sgd, strategy=strategy)
+    for number, expected in enumerate([-1, -3, -4, -4.5]):
+        if number == 2:
+            wrapped.state = collections.defaultdict(dict)
+        if number == 3:
+            wrapped.param_groups = [{**sgd.param_groups[0], "lr": 0.25}]
+        weight.grad = torch.ones(1)
+        wrapped.step()
+        assert weight.item() == expected
 
 
 def test_a_state_that_is_loaded_between_two_passes(strategy, torch, mt):
