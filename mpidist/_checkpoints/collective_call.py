@@ -30,7 +30,6 @@ from mpidist._agreement.mismatch import Call
 from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import threads
 from mpidist._base.errors import CheckpointError, as_told
-from mpidist._collectives.collectives import Collectives
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._runtime import context, process_exit
 from mpidist._runtime.group import ReplicaGroup
@@ -45,11 +44,10 @@ class CollectiveCall:
         context.require_program_level(group, name)
         self.group = group
         self.name = name
-        self.collectives: Collectives = group.collectives
-        self.comm: AnyCommunicator = self.collectives.comm
-        self.guard: Guard = self.collectives.guard
-        self.rank: int = self.comm.rank
-        self.size: int = self.comm.size
+        self.comm: AnyCommunicator = group.communicator
+        self.guard: Guard = group.guard
+        self.rank: int = group.replica_id
+        self.size: int = group.num_replicas
 
     def attempt(self, work: Callable[[], _R]) -> _R:
         """Run code that may fail on this rank; if it does, all ranks raise it."""
@@ -79,7 +77,7 @@ class CollectiveCall:
         Collective. The other ranks wait without a deadline, since disks are slow.
         The data sent is pickled; it comes from this program, not from a file.
         """
-        messages = self.collectives.resources.messages
+        messages = self.group.collectives.resources.messages
         if self.rank == 0:
             try:
                 result = work()

@@ -433,7 +433,7 @@ class Dataset(metaclass=_Names):
             [int(x) for x in dataset]  # [0, 1, 4]
         """
         call = _as_call("map", "map_func", map_func)
-        calls = _as_calls("map", num_parallel_calls)
+        calls = _as_calls("map", num_parallel_calls, default_workers())
         return Dataset(conversions.Map([self._stage], call, map_func, calls))
 
     def filter(
@@ -492,9 +492,7 @@ class Dataset(metaclass=_Names):
         )
         length = 1 if block_length is None else block_length
         length = _as_count("interleave", "block_length", length, least=1)
-        readers = _as_calls("interleave", num_parallel_calls)
-        if num_parallel_calls == AUTOTUNE:
-            readers = cycle
+        readers = _as_calls("interleave", num_parallel_calls, cycle)
 
         def open_one(*element: Nest) -> Stage:
             try:
@@ -708,12 +706,11 @@ def _as_seed(method: str, seed: int | None) -> int:
     return as_int(f"Dataset.{method}", "seed", seed, least=0)
 
 
-def _as_calls(method: str, value: object) -> int:
+def _as_calls(method: str, value: object, tuned: int) -> int:
     """Return the number of threads for ``num_parallel_calls``; 0: none."""
     if value is None:
         return 0
-    workers = default_workers()
-    return _as_tuned(method, "num_parallel_calls", value, least=1, default=workers)
+    return _as_tuned(method, "num_parallel_calls", value, least=1, default=tuned)
 
 
 def _as_call(method: str, name: str, function: object) -> str:

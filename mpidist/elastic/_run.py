@@ -139,12 +139,7 @@ def run(
     storage = storage_of_state(state)
     if threads.current() is not None or not survival.is_on():
         return _run_once(train, state, storage, min_replicas, make_strategy)
-    world = library.world_size()
-    if world - spares < min_replicas:
-        raise ValueError(
-            f"elastic.run: expected at least min_replicas={min_replicas} ranks and "
-            f"spares={spares}, got {world} ranks; start more, or write smaller numbers"
-        )
+    _check_size(library.world_size(), min_replicas, spares)
     return _Survivor(storage, min_replicas, spares, make_strategy).run(train, state)
 
 
@@ -160,11 +155,7 @@ def _run_once(
     comm = library.mpi_module().COMM_WORLD if alone else None
     strategy = _made(make_strategy, comm)
     size = strategy.num_replicas_in_sync
-    if size < min_replicas:
-        raise ValueError(
-            f"elastic.run: expected at least min_replicas={min_replicas} ranks, got "
-            f"{size}; start more"
-        )
+    _check_size(size, min_replicas, 0)
     if size > 1 and alone and strategy.replica_id == 0:
         _say_that_it_ends()
     # The commit is that of an earlier run, if there is one. None can be lost.
@@ -176,6 +167,14 @@ def _run_once(
     strategy.close()
     group_of(strategy).guard.close(_ENDED)
     return result
+
+
+def _check_size(ranks: int, min_replicas: int, spares: int) -> None:
+    if ranks - spares < min_replicas:
+        raise ValueError(
+            f"elastic.run: expected at least min_replicas={min_replicas} ranks and "
+            f"spares={spares}, got {ranks} ranks; start more, or write smaller numbers"
+        )
 
 
 def _made(make_strategy: _MakeStrategy, comm: Any) -> MPIStrategy:

@@ -91,10 +91,9 @@ class SyncBatchNorm(_BatchNorm):
             strategy=strategy,
         )
         # The tensors themselves: an optimizer may have them already.
-        for name in ("weight", "bias", "running_mean", "running_var"):
+        tensors = "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
+        for name in (*tensors, "training"):
             setattr(new, name, getattr(own, name))
-        new.num_batches_tracked = own.num_batches_tracked
-        new.training = own.training
         return new
 
     def forward(self, input: torch.Tensor) -> Any:

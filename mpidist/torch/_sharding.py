@@ -175,7 +175,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for local, one in pairs:  # such as ``lr``
                 local.update(settings_of(one))
             text = self._text_of_step(call) if guard.checks else call
-            digests = [] if self._checked else list(self._digests())
+            digests = [
+                digest(backend.as_array(p.grad, self._name)[0])
+                for p in self._parameters()
+                if p.grad is not None and not self._checked
+            ]
         if self._checked:
             guard.agree(Call(text))
         elif guard.agree_on(Call(text), fingerprint_of(digests)):
@@ -241,7 +245,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         (data,) = group.collectives.all_gather([data], 0, None, call)
         groups = super().state_dict()["param_groups"]
         state = unpack(rows, data)
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
         for number, values in state.items():
             guest_items.lay_out(values, parameters[number])
         return {"state": state, "param_groups": groups}
@@ -293,34 +297,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             alike.setdefault(key, []).append((index, number, p))
         self._parts += [[] for _ in groups]
         for (cuts, *_), members in alike.items():
-            self._divide_sequence(members, cuts)
+            sizes = [p.numel() for _, _, p in members]
+            divided = (
+                partition.evenly(sizes, self._ranks)
+                if cuts
+                else partition.by_load(sizes, self._loads)
+            )
+            members = [members[i] for i in divided.order]
+            self._sequences.append(Sequence([p for _, _, p in members], divided))
+            for piece in divided.pieces(self._rank):
+                index, number, p = members[piece.place]
+                tensor = p
+                if piece.stop - piece.start < p.numel():
+                    flat = p.detach().view(-1)[piece.start : piece.stop]
+                    tensor = torch.nn.Parameter(flat, p.requires_grad)
+                self._parts[index].append(Part(number, p, *piece[1:], tensor))
         for parts in self._parts[place:]:
             parts.sort(key=lambda part: part.number)
-
-    def _divide_sequence(
-        self, members: list[tuple[int, int, torch.Tensor]], cuts: bool
-    ) -> None:
-        """Divide parameters that are alike, and add this rank's parts.
-
-        Args:
-            members: the parameters, each after its group's number and its own.
-            cuts: whether ranks may have a part of one.
-        """
-        sizes = [p.numel() for _, _, p in members]
-        divided = (
-            partition.evenly(sizes, self._ranks)
-            if cuts
-            else partition.by_load(sizes, self._loads)
-        )
-        members = [members[i] for i in divided.order]
-        self._sequences.append(Sequence([p for _, _, p in members], divided))
-        for piece in divided.pieces(self._rank):
-            index, number, p = members[piece.place]
-            tensor = p
-            if piece.stop - piece.start < p.numel():
-                flat = p.detach().view(-1)[piece.start : piece.stop]
-                tensor = torch.nn.Parameter(flat, p.requires_grad)
-            self._parts[index].append(Part(number, p, *piece[1:], tensor))
 
     def _all_parts(self) -> Iterator[Part]:
         """Yield this rank's parts, in the order of the local optimizer."""
@@ -360,10 +353,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 self.state[part.parameter] = self._local.state[part.tensor]
 
     def _text_of_step(self, call: str) -> str:
-        parameters = [p for group in self.param_groups for p in group["params"]]
         without = [
             str(i)
-            for i, p in enumerate(parameters)
+            for i, p in enumerate(self._parameters())
             if p.requires_grad and p.grad is None
         ]
         text = f", without gradients for {', '.join(without)}" if without else ""
@@ -371,11 +363,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             text += f", after {self._restored} calls of load_state_dict"
         return f"{call} with {text_of_settings(self.param_groups)}{text}"
 
-    def _digests(self) -> Iterator[bytes]:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    yield digest(backend.as_array(p.grad, self._name)[0])
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _begin(self, method: str) -> tuple[ReplicaGroup, str]:
         """Return the ranks of a collective method, and its name for messages."""
