@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import warnings
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 from mpidist._base.expect import as_int, expect
 
@@ -41,7 +41,7 @@ class CommunicationImplementation(enum.Enum):
     STAGED = "STAGED"
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
     """Options of the collectives of a strategy, or of one call.
 
@@ -80,55 +80,41 @@ class CommunicationOptions:
         strategy = mpidist.MPIStrategy(communication_options=options)
     """
 
-    bytes_per_pack: int
-    timeout_seconds: float | None
-    implementation: CommunicationImplementation
-    guard: bool | None
-    compression: Compression | None
-    error_feedback: bool | None
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: Any = CommunicationImplementation.AUTO  # or the name of one
+    guard: bool | None = None
+    compression: Compression | None = None
+    error_feedback: bool | None = None
 
-    def __init__(
-        self,
-        bytes_per_pack: int = 0,
-        timeout_seconds: float | None = None,
-        implementation: CommunicationImplementation | str = (
-            CommunicationImplementation.AUTO
-        ),
-        guard: bool | None = None,
-        compression: Compression | None = None,
-        error_feedback: bool | None = None,
-    ) -> None:
-        """Check and keep the options.
+    def __post_init__(self) -> None:
+        """Check the options.
 
         Raises:
             ValueError: if a size or time is negative, or an implementation or
                 compression is unknown.
             TypeError: if a size, time or flag has the wrong type.
         """
-        call = "CommunicationOptions"
+        call, size = "CommunicationOptions", self.bytes_per_pack
         kind, hint = "an int of bytes", "write 0 for the default"
-        as_int(call, "bytes_per_pack", bytes_per_pack, least=0, hint=hint, kind=kind)
-        seconds: Any = 0.0 if timeout_seconds is None else timeout_seconds
+        as_int(call, "bytes_per_pack", size, least=0, hint=hint, kind=kind)
+        seconds: Any = 0.0 if self.timeout_seconds is None else self.timeout_seconds
         fits = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         most = f"{LARGEST_NUMBER:,.0f}"
         what = f"`timeout_seconds` to be a number of seconds up to {most} (0: no limit)"
         expect(fits, call, what, seconds)
         fits = 0 <= seconds <= LARGEST_NUMBER
         expect(fits, call, what, seconds, error=ValueError)
-        for name, flag in (("guard", guard), ("error_feedback", error_feedback)):
+        for name in ("guard", "error_feedback"):
+            flag = getattr(self, name)
             fits = flag is None or isinstance(flag, bool)
             expect(fits, call, f"`{name}` to be True, False or None", flag)
+        compression = self.compression
         fits = compression is None or compression in COMPRESSIONS
         what = '`compression` to be "fp16", "bf16", "none" or None'
         expect(fits, call, what, compression, error=ValueError)
-        self.__dict__.update(  # past the check of a frozen class
-            bytes_per_pack=bytes_per_pack,
-            timeout_seconds=timeout_seconds,
-            implementation=_as_implementation(implementation),
-            guard=guard,
-            compression=compression,
-            error_feedback=error_feedback,
-        )
+        # Past the check of a frozen class.
+        vars(self)["implementation"] = _as_implementation(self.implementation)
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, overridden by the fields that ``options`` sets."""
@@ -141,6 +127,10 @@ class CommunicationOptions:
         unset = vars(CommunicationOptions())
         given = {name: x for name, x in vars(options).items() if x != unset[name]}
         return dataclasses.replace(self, **given)
+
+
+CallOptions: TypeAlias = CommunicationOptions | None
+"""Options of one call; None: those of the strategy."""
 
 
 def CollectiveHints(  # noqa: N802 - TensorFlow's name

@@ -48,8 +48,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from mpidist._agreement.mismatch import Call, call_of
 from mpidist._base import backend, nest, threads
 from mpidist._base.environment import debugging
@@ -80,7 +78,6 @@ from mpidist._values.variable import Variable, storage_of
 
 _NO_ARGUMENTS: Final = nest.flatten(((), {}))[1]
 _WITHOUT_ARGUMENTS: Final = call_of(f"merge_call {_NO_ARGUMENTS.render([])}")
-_NUMBERS: Final = "biufc"  # kinds of dtypes
 DEBUGGING = debugging()  # read once: each merge_call asks
 _COMPONENT: Final = "component"
 _OBJECT: Final = "object"
@@ -212,8 +209,6 @@ def _argument(args: Sequence[Nest], kwargs: Mapping[str, Nest], number: int) -> 
 
 def _kind_of(leaf: Nest, group: ReplicaGroup) -> str:
     """Return how an argument is passed: a text that all ranks compare."""
-    if type(leaf) is np.ndarray and leaf.dtype.kind in _NUMBERS:
-        return _COMPONENT
     if isinstance(leaf, Variable):
         check_owner(group, "merge_call", leaf)
         return f"Variable {leaf.name!r} #{storage_of(leaf).key}"

@@ -103,10 +103,10 @@ class Registry:
 
     def forget_dropped(self) -> None:
         """Remove the values that the program has dropped, and tell who watches them."""
-        while True:
+        while self._dead:
             try:
                 reference = self._dead.popleft()
-            except IndexError:  # also where another thread has taken the last one
+            except IndexError:  # where another thread has taken the last one
                 return
             assert isinstance(reference, _Reference)
             if reference.dropped is not None:

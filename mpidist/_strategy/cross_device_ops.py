@@ -15,7 +15,7 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, checksums, nest
 from mpidist._base.expect import as_int, expect
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationOptions
+from mpidist._base.options import CallOptions, CommunicationOptions
 from mpidist._base.reduce_op import ReduceOp, as_reduce_op
 from mpidist._base.types import Nest
 from mpidist._collectives import dtype_table
@@ -68,7 +68,7 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str,
         per_replica_value: Nest,
         destinations: Destination,
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
     ) -> Nest:
         """Combine one per-replica value. Collective.
 
@@ -94,7 +94,7 @@ class CrossDeviceOps:
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[Pair],
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
     ) -> list[Nest]:
         """Combine several per-replica values. Collective.
 
@@ -164,7 +164,7 @@ class CrossDeviceOps:
         reduce_op: ReduceOp,
         per_replica_value: Nest,
         destinations: Destination,
-        options: CommunicationOptions | None,
+        options: CallOptions,
     ) -> Nest:
         """Combine one value; subclasses override this. Collective."""
         raise NotImplementedError(
@@ -176,7 +176,7 @@ class CrossDeviceOps:
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: list[Pair],
-        options: CommunicationOptions | None,
+        options: CallOptions,
     ) -> list[Nest]:
         """Combine several values, by default one at a time. Collective."""
         return [
@@ -206,7 +206,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         reduce_op: ReduceOp,
         per_replica_value: Nest,
         destinations: Destination,
-        options: CommunicationOptions | None,
+        options: CallOptions,
     ) -> Nest:
         """All-reduce one value. Collective."""
         pairs = [(per_replica_value, destinations)]
@@ -217,7 +217,7 @@ class CollectiveAllReduce(CrossDeviceOps):
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: list[Pair],
-        options: CommunicationOptions | None,
+        options: CallOptions,
     ) -> list[Nest]:
         """All-reduce several values, packed together. Collective."""
         pairs = value_destination_pairs
@@ -234,7 +234,7 @@ class _Packed(CollectiveAllReduce):
         self,
         reduce_op: ReduceOp,
         value_destination_pairs: list[Pair],
-        options: CommunicationOptions | None,
+        options: CallOptions,
     ) -> list[Nest]:
         """All-reduce several values in about ``num_packs`` messages. Collective."""
         if options is None or not options.bytes_per_pack:
@@ -301,7 +301,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_op: ReduceOp,
         per_replica_value: Nest,
         destinations: Destination,
-        options: CommunicationOptions | None,
+        options: CallOptions,
     ) -> Nest:
         """Reduce to the device, then broadcast. Collective."""
         group = group_of_values([per_replica_value])
@@ -335,7 +335,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         op: ReduceOp,
         own: Nest,
         center: int,
-        options: CommunicationOptions | None,
+        options: CallOptions,
     ) -> Nest:
         collectives = group.collectives
         call = f"{type(self).__name__} with accumulation_fn"

@@ -14,7 +14,7 @@ from typing import overload
 import mpidist.cluster  # and, at the first use, `mpidist.data`, which takes long
 from mpidist._base import nest
 from mpidist._base.expect import as_int, expect
-from mpidist._base.options import CommunicationOptions
+from mpidist._base.options import CallOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Args, Kwargs, Nest
@@ -272,9 +272,9 @@ class StrategyExtended:
         reduce_op: ReduceOp | str,
         value: PerReplica,
         destinations: Everywhere,
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
         *,
-        experimental_hints: CommunicationOptions | None = None,
+        experimental_hints: CallOptions = None,
     ) -> Mirrored: ...
     @overload
     def reduce_to(
@@ -282,9 +282,9 @@ class StrategyExtended:
         reduce_op: ReduceOp | str,
         value: Nest,
         destinations: Destination,
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
         *,
-        experimental_hints: CommunicationOptions | None = None,
+        experimental_hints: CallOptions = None,
     ) -> Nest: ...
 
     @tells("reduce_to")
@@ -293,9 +293,9 @@ class StrategyExtended:
         reduce_op: ReduceOp | str,
         value: Nest,
         destinations: Destination,
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
         *,
-        experimental_hints: CommunicationOptions | None = None,
+        experimental_hints: CallOptions = None,
     ) -> Nest:
         """Combine a per-replica value over all replicas. Collective.
 
@@ -334,9 +334,9 @@ class StrategyExtended:
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[Pair],
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
         *,
-        experimental_hints: CommunicationOptions | None = None,
+        experimental_hints: CallOptions = None,
     ) -> list[Nest]:
         """Combine several per-replica values, in one fused reduction. Collective.
 
@@ -360,7 +360,7 @@ class StrategyExtended:
         self,
         reduce_op: ReduceOp | str,
         pairs: Iterable[Pair],
-        options: CommunicationOptions | None,
+        options: CallOptions,
         call: str,
     ) -> list[Nest]:
         name = "batch_reduce_to"
@@ -520,9 +520,7 @@ class StrategyExtended:
         return structure.unflatten(components_of(leaves))
 
 
-def _one_of(
-    call: str, options: CommunicationOptions | None, hints: CommunicationOptions | None
-) -> CommunicationOptions | None:
+def _one_of(call: str, options: CallOptions, hints: CallOptions) -> CallOptions:
     if options is not None and hints is not None:
         raise TypeError(
             f"{call}: got both `options` and its older name `experimental_hints`; "

@@ -21,7 +21,7 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, checksums, nest
 from mpidist._base.expect import as_int
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationOptions
+from mpidist._base.options import CallOptions
 from mpidist._base.reduce_op import RULES, ReduceFunction, ReduceOp, check_function
 from mpidist._base.types import Array, DType, Nest
 from mpidist._collectives import dtype_table
@@ -41,7 +41,7 @@ def fold(
     group: ReplicaGroup,
     function: ReduceFunction,
     tree: Nest,
-    options: CommunicationOptions | None,
+    options: CallOptions,
     call: str,
 ) -> Nest:
     """Fold each leaf of a nest over the ranks, in their order. Collective.

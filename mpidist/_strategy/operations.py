@@ -15,7 +15,7 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import backend, nest
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.options import CommunicationOptions
+from mpidist._base.options import CallOptions
 from mpidist._base.reduce_op import RULES, ReduceOp, Reduction, as_reduce_op
 from mpidist._base.types import Args, Nest
 from mpidist._runtime import context, dispatch
@@ -189,7 +189,7 @@ def _reduce_pairs(
     group: ReplicaGroup,
     reduce_op: ReduceOp | str,
     pairs: Sequence[Pair],
-    options: CommunicationOptions | None,
+    options: CallOptions,
     call: str,
 ) -> list[Nest]:
     """Reduce pairs of values and destinations.

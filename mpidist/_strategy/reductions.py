@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from mpidist._base import backend, nest
-from mpidist._base.options import CommunicationOptions
+from mpidist._base.options import CallOptions
 from mpidist._base.reduce_op import ReduceOp
 from mpidist._base.types import Array, Nest
 from mpidist._runtime import context
@@ -46,7 +46,7 @@ def reduce_by_ops(
     group: ReplicaGroup,
     op: ReduceOp,
     tree: Nest,
-    options: CommunicationOptions | None = None,
+    options: CallOptions = None,
     call: str = "",
 ) -> Nest:
     """All-reduce a nest of this rank's components by the user's `CrossDeviceOps`.
@@ -72,7 +72,7 @@ def reduce_pairs(
     group: ReplicaGroup,
     op: ReduceOp,
     pairs: Sequence[Pair],
-    options: CommunicationOptions | None,
+    options: CallOptions,
     call: str,
 ) -> list[Nest]:
     """All-reduce nests of per-replica values; reduce those for one rank to it.

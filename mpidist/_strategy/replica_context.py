@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidist._agreement.async_calls import CollectiveHandle
 from mpidist._agreement.mismatch import call_of
-from mpidist._base.options import CommunicationOptions
+from mpidist._base.options import CallOptions
 from mpidist._base.reduce_op import REDUCE_OPS, ReduceOp, Reduction, as_reduce_op
 from mpidist._base.remedies import explain_attributes
 from mpidist._base.types import Args, Given, Kwargs, Leaf, Nest
@@ -19,6 +19,7 @@ from mpidist._merge.merge_call import merge_call
 from mpidist._runtime import context, interruptions
 from mpidist._runtime.begin_async import begin_async
 from mpidist._runtime.dispatch import check_arguments
+from mpidist._runtime.interruptions import tells
 from mpidist._strategy.contexts import (
     checked,
     checker,
@@ -126,21 +127,15 @@ class ReplicaContext:
         self,
         reduce_op: Reduction,
         value: int | ArrayLike | PerReplica,
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
     ) -> Any: ...
     @overload
     def all_reduce(
-        self,
-        reduce_op: Reduction,
-        value: Given,
-        options: CommunicationOptions | None = None,
+        self, reduce_op: Reduction, value: Given, options: CallOptions = None
     ) -> Given: ...
 
     def all_reduce(
-        self,
-        reduce_op: Reduction,
-        value: Nest,
-        options: CommunicationOptions | None = None,
+        self, reduce_op: Reduction, value: Nest, options: CallOptions = None
     ) -> Nest:
         """Reduce ``value`` over all replicas; all of them get the result.
 
@@ -197,19 +192,14 @@ class ReplicaContext:
 
     @overload
     def all_gather(
-        self,
-        value: ArrayLike | PerReplica,
-        axis: int,
-        options: CommunicationOptions | None = None,
+        self, value: ArrayLike | PerReplica, axis: int, options: CallOptions = None
     ) -> Any: ...
     @overload
     def all_gather(
-        self, value: Given, axis: int, options: CommunicationOptions | None = None
+        self, value: Given, axis: int, options: CallOptions = None
     ) -> Given: ...
 
-    def all_gather(
-        self, value: Nest, axis: int, options: CommunicationOptions | None = None
-    ) -> Nest:
+    def all_gather(self, value: Nest, axis: int, options: CallOptions = None) -> Nest:
         """Concatenate ``value`` of all replicas along an axis.
 
         Collective: every replica must call this, in the same order. On one node it uses
@@ -256,21 +246,16 @@ class ReplicaContext:
         self,
         reduce_op: Reduction,
         value: int | ArrayLike | PerReplica,
-        options: CommunicationOptions | None = None,
+        options: CallOptions = None,
     ) -> CollectiveHandle[Any]: ...
     @overload
     def all_reduce_async(
-        self,
-        reduce_op: Reduction,
-        value: Given,
-        options: CommunicationOptions | None = None,
+        self, reduce_op: Reduction, value: Given, options: CallOptions = None
     ) -> CollectiveHandle[Given]: ...
 
+    @tells("all_reduce_async")
     def all_reduce_async(
-        self,
-        reduce_op: Reduction,
-        value: Nest,
-        options: CommunicationOptions | None = None,
+        self, reduce_op: Reduction, value: Nest, options: CallOptions = None
     ) -> CollectiveHandle[Nest]:
         """Start an asynchronous `all_reduce`, and return a handle for its result.
 
@@ -317,8 +302,9 @@ class ReplicaContext:
         make = functools.partial(self._reduce_now, reduce_op, value, options)
         return self._begin("all_reduce_async", value, make, at_once)
 
+    @tells("all_gather_async")
     def all_gather_async(
-        self, value: Given, axis: int, options: CommunicationOptions | None = None
+        self, value: Given, axis: int, options: CallOptions = None
     ) -> CollectiveHandle[Given]:
         """Start an asynchronous `all_gather`, and return a handle for its result.
 
@@ -341,13 +327,9 @@ class ReplicaContext:
     def _begin(
         self, name: str, value: Nest, make: Callable[[], Nest], at_once: bool = False
     ) -> CollectiveHandle[Any]:
-        try:
-            require_current(self, name)
-            check = checker(name, value)
-            return begin_async(self._group, name, make, at_once=at_once, check=check)
-        except BaseException as error:
-            interruptions.left(self._group, name, error)
-            raise
+        require_current(self, name)
+        check = checker(name, value)
+        return begin_async(self._group, name, make, at_once=at_once, check=check)
 
     @overload
     def merge_call(
@@ -429,9 +411,7 @@ class ReplicaContext:
             interruptions.left(group, "merge_call", error)
             raise
 
-    def _reduce_now(
-        self, op: Reduction, value: Nest, options: CommunicationOptions | None
-    ) -> Nest:
+    def _reduce_now(self, op: Reduction, value: Nest, options: CallOptions) -> Nest:
         if type(op) is not ReduceOp:
             if callable(op):
                 return fold(self._group, op, value, options, "all_reduce")

@@ -250,15 +250,9 @@ class Mirrored(DistributedValues[Any], ArrayLike):
             return view
         return self._own
 
-    @property
-    def values(self) -> tuple[Nest, ...]:
-        """The components that this process can see; they are all equal."""
-        if self._home.shows_all or context.current().coordinator is not None:
-            return (self.value(),) * self._num_replicas
-        return (self.value(),)
-
     def _seen(self, frame: context.Frame) -> Seen:
-        return None, self.values
+        several = frame.coordinator is not None or self._home.shows_all
+        return None, (self.value(),) * (self._num_replicas if several else 1)
 
     def __repr__(self) -> str:
         return f"Mirrored(on {self._num_replicas} replicas: {self._own!r})"

@@ -170,8 +170,12 @@ class VariableStorage:
     # --- on all ranks -----------------------------------------------------------------
 
     def read(self) -> Array:
-        """Return the value of the variable."""
-        return self.view
+        """Return all copies combined, in a new array: of ON_READ ones. Collective."""
+        call = self.describe_call(
+            "reading, which all ranks have to do since it is ON_READ,"
+        )
+        # Read-only, as other variables: no copy changes with it.
+        return backend.read_only(self._combine(self.array, call))
 
     def write(self, how: str, value: Nest) -> None:
         """Write in a replica context: combine, then change every copy. Collective."""
@@ -211,14 +215,6 @@ class OnReadStorage(VariableStorage):
 
     on_read: bool = True
     __slots__ = ()
-
-    def read(self) -> Array:
-        """Return all copies combined, in a new array. Collective."""
-        call = self.describe_call(
-            "reading, which all ranks have to do since it is ON_READ,"
-        )
-        # Read-only, as other variables: no copy changes with it.
-        return backend.read_only(self._combine(self.array, call))
 
     def write(self, how: str, value: Nest) -> None:
         """Write the own copy in a replica context, without communication."""
