@@ -16,7 +16,7 @@ from mpidist._base.errors import warn_caller
 from mpidist._base.expect import expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.threads import ReplicaLocal
-from mpidist._base.types import Array, Nest, Shape, record
+from mpidist._base.types import Array, DType, Nest, Shape, record
 from mpidist._base.variable_enums import VariableAggregation, VariableSynchronization
 from mpidist._runtime.context import Frame, Level
 from mpidist._values.array_like import to_plain
@@ -205,13 +205,8 @@ def convert(
             f"{backend.describe(x)}; write `numpy.full({shape}, value)` to "
             "spread a number over the array"
         )
-    if x.dtype != dtype and not backend.fits(x, dtype):
-        raise ValueError(
-            f"{call}: expected a value that fits into {dtype.name}, got "
-            f"{backend.describe(x)}; make the variable with `dtype={x.dtype.name!r}`, "
-            f"or write `numpy.asarray(value).astype({dtype.name!r})`, which may cut off"
-        )
     if x.dtype != dtype:
+        _check_fits(call, x, dtype)
         x = x.astype(dtype)
     if backend.is_device_array(x) != backend.is_device_array(own):
         x = backend.place(backend.to_host(x), device)
@@ -271,6 +266,15 @@ def _refuse_per_replica(call: str, value: Nest) -> None:
         )
 
 
+def _check_fits(call: str, x: Array, dtype: DType) -> None:
+    if not backend.fits(x, dtype):
+        raise ValueError(
+            f"{call}: expected a value that fits into {dtype.name}, got "
+            f"{backend.describe(x)}; make the variable with `dtype={x.dtype.name!r}`, "
+            f"or write `numpy.asarray(value).astype({dtype.name!r})`, which may cut off"
+        )
+
+
 def _as_array(value: Nest, call: str) -> Array:
     return backend.as_array(backend.of_lists(to_plain(value), call), call)[0]
 
@@ -301,10 +305,13 @@ def initial_array(
         )
     x = _as_array(value, call)
     if dtype is not None:
+        given = x
         try:
             x = x.astype(dtype)
         except TypeError as error:
             raise TypeError(f"{call}: dtype={dtype!r:.80}: {error}") from error
+        if given.dtype.kind in "iu" and x.dtype.kind in "iu":
+            _check_fits(call, given, x.dtype)
         # In native byte order, in which the other ranks get it.
         x = backend.as_array(x, call)[0]
     backend.check_dtype(x.dtype, call)

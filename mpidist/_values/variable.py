@@ -83,7 +83,8 @@ class Variable(ArrayLike, Registered):
 
     Raises:
         ValueError: for MEAN of an integer dtype or bool, SUM of bool, an unsupported
-            synchronization, or an initial value of another shape.
+            synchronization, or an initial value of another shape, or of integers beyond
+            those of ``dtype``.
         TypeError: if the initial value is not an array.
 
     Example, on two replicas::

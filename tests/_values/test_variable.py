@@ -129,6 +129,7 @@ def fail():
         ),
         ({"initial_value": [True], "aggregation": SUM}, ValueError, "of bool"),
         ({"initial_value": [1.0], "shape": 2}, ValueError, "shape (2,)"),
+        ({"initial_value": [300], "dtype": "int8"}, ValueError, "fits into int8"),
         *(
             (
                 {"initial_value": 1.0, "aggregation": name},
