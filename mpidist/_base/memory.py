@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Iterable
 from typing import Final
 
 LINE: Final = 64
@@ -15,6 +17,16 @@ PAGE: Final = 4096
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
+
+
+def lay_out(sizes: Iterable[int], unit: int = LINE) -> tuple[list[int], int]:
+    """Return where blocks begin that follow each other in memory, and how large it is.
+
+    Each begins at a multiple of ``unit``; the core has the same layout.
+    """
+    ends = itertools.accumulate(round_up(size, unit) for size in sizes)
+    *starts, nbytes = 0, *ends
+    return starts, nbytes
 
 
 def leak(x: object) -> None:

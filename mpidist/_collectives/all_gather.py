@@ -154,7 +154,7 @@ def make_plan(resources: Resources, signature: GatherSignature) -> Plan:
         return HeaderGather(resources, signature, core, large, _QUICK_BYTES)
     elif between is not None and lengths_bytes <= between.share:
         core = _new_core(resources, signature, between)
-        by_mpi, quick_bytes = MpiGather(resources, signature, core), between.share - 8
+        by_mpi, quick_bytes = MpiGather(resources, signature), between.share - 8
         if by_mpi.is_one_block:
             quick_bytes = max(quick_bytes, SMALLEST)
         return HeaderGather(resources, signature, core, by_mpi, quick_bytes)

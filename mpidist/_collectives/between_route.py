@@ -13,7 +13,7 @@ from typing import Final
 
 from mpidist import _native
 from mpidist._agreement.channel import between_of
-from mpidist._base.memory import round_up
+from mpidist._base.memory import lay_out
 from mpidist._collectives.core_routes import CoreReduce
 from mpidist._collectives.plan import Signature
 from mpidist._collectives.resources import Resources
@@ -40,7 +40,7 @@ def between(resources: Resources, signature: Signature) -> CoreReduce | None:
     if signature.on_device or signature.root is not None or signature.compress:
         return None
     unit = _native.core.PAYLOAD_ALIGNMENT
-    nbytes = sum(round_up(size, unit) for size in signature.nest.sizes)
+    _, nbytes = lay_out(signature.nest.sizes, unit)
     if not nbytes:
         return None
     algorithm = None

@@ -77,9 +77,9 @@ def _behind_header(channel: Channel, x: HostArray) -> HostArray:
     total = np.zeros_like(x)
     if (between := between_of(channel)) is not None:
         leaf = _native.ReduceLeaf("f4", "SUM", x.shape, 0)
-        reduce = _native.core.Reduce(between, [leaf], 0, _FINGERPRINT)
+        # Not counted: it is no call of the user.
+        reduce = _native.core.Reduce(between, [leaf], 0, _FINGERPRINT, 0, False)
         status = reduce.eager(x, total)
-        between.reductions = between.reduced = 0  # it is no call of the user
         if status != OK:
             raise RuntimeError(f"MPIStrategy(...): a header has the status {status}")
     return total

@@ -17,7 +17,7 @@ from mpidist._agreement.mismatch import Call
 from mpidist._agreement.root_messages import FROM_RANK_0
 from mpidist._base import backend, checksums, nest
 from mpidist._base.indexed_slices import IndexedSlices
-from mpidist._base.memory import LINE, round_up
+from mpidist._base.memory import lay_out
 from mpidist._base.options import CommunicationOptions
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape, record
 from mpidist._collectives.observed import (
@@ -338,9 +338,8 @@ class Copies:
         here = [i for i, x in enumerate(like) if not backend.is_device_array(x)]
         if node is not None:
             kinds = [(like[i].shape, like[i].dtype) for i in here]
-            ends = itertools.accumulate(round_up(like[i].nbytes, LINE) for i in here)
-            *starts, nbytes = 0, *ends
-            arrays, _ = arrays_in(node.pool, kinds, starts, nbytes)
+            layout = lay_out(like[i].nbytes for i in here)
+            arrays, _ = arrays_in(node.pool, kinds, *layout)
             for i, x in zip(here, arrays, strict=True):
                 x[...] = 0
                 zeros[i] = x

@@ -23,6 +23,7 @@ import numpy as np
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, NOWHERE, LeftError
 from mpidist._agreement.mismatch import Call
+from mpidist._base.memory import lay_out
 from mpidist._base.types import Array, HostArray
 from mpidist._collectives.mpi_gather import (
     HAVE_MEMORY,
@@ -117,9 +118,10 @@ class HeaderGather(Plan):
         """
         if memory is not None and self._core.filled:
             return memory.results
-        totals = self._core.totals()
-        if totals is None:
-            return self.large.gather(sources, memory, timeout)
+        all_lengths: list[Lengths] = self._core.lengths()
+        if self._guard.largest:  # the arrays of some rank did not fit
+            return self.large.gather(sources, memory, timeout, all_lengths)
+        totals = _totals(all_lengths)
         try:  # of a small result: the others learn of it with the next call
             results: Results = [
                 np.empty(leaf.shape(n), leaf.dtype)
@@ -148,7 +150,8 @@ class ArenaGather(MpiGather):
         core: _native.Gather,
         node: Node,
     ) -> None:
-        super().__init__(resources, signature, core)
+        super().__init__(resources, signature)
+        self._core = core
         self.node = node
 
     def guess(self, arrays: Sequence[Array], lengths: Lengths) -> Memory:
@@ -160,16 +163,15 @@ class ArenaGather(MpiGather):
         arrays: Sequence[Array],
         memory: Memory | None,
         timeout: float | None,
-        all_lengths: list[Lengths] | None = None,
+        all_lengths: list[Lengths],
     ) -> Results:
         """Return the results, now that all know the lengths of all. Collective."""
         guard = self._guard
         with guard.checking(self.call):
-            all_lengths = self._core.lengths()
-            memory = self._in_arena([sum(n) for n in zip(*all_lengths, strict=True)])
+            memory = self._in_arena(_totals(all_lengths))
         guard.agree_on(HAVE_MEMORY, offset=memory.offset, timeout=timeout)
         if not guard.in_arenas:
-            return super().gather(arrays, None, timeout)
+            return super().gather(arrays, None, timeout, all_lengths)
         with guard.payload(self.call):
             if self._core.spread(arrays) == LEFT:
                 raise LeftError(self.node.channel.who)
@@ -177,7 +179,12 @@ class ArenaGather(MpiGather):
 
     def _in_arena(self, totals: Sequence[int]) -> Memory:
         """Return memory for results of these lengths."""
-        *starts, nbytes = self._core.layout(tuple(totals))
-        pairs = zip(self._leaves, totals, strict=True)
+        pairs = list(zip(self._leaves, totals, strict=True))
         kinds = [(leaf.shape(n), leaf.dtype) for leaf, n in pairs]
-        return Memory(*arrays_in(self.node.pool, kinds, starts, nbytes))
+        layout = lay_out(n * leaf.row_bytes for leaf, n in pairs)
+        return Memory(*arrays_in(self.node.pool, kinds, *layout))
+
+
+def _totals(all_lengths: list[Lengths]) -> Lengths:
+    """Return the lengths of the results."""
+    return [sum(lengths) for lengths in zip(*all_lengths, strict=True)]

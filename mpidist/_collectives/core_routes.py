@@ -20,7 +20,7 @@ import numpy as np
 
 from mpidist import _native
 from mpidist._agreement.mismatch import Call
-from mpidist._base.memory import round_up
+from mpidist._base.memory import lay_out
 from mpidist._base.types import Array, HostArray
 from mpidist._collectives.node import Node
 from mpidist._collectives.plan import Plan, Results, Signature
@@ -59,9 +59,7 @@ def _fits_header(node: Node, signature: Signature) -> bool:
     room = min(_native.core.EAGER_BYTES, _EAGER_BYTES_OF_ALL // node.size)
     if node.channel.tree:
         room = _EAGER_BYTES_CROWDED
-    line = _native.core.LINE
-    total = sum(round_up(nbytes, line) for nbytes in signature.nest.sizes)
-    return bool(total <= room)
+    return bool(lay_out(signature.nest.sizes)[1] <= room)
 
 
 def reduce_on_node(
@@ -118,8 +116,8 @@ class CoreReduce(Plan):
         self._tiny: list[int] = []
         if arena is not None:
             self._exchange = core.shared
-            self._room = room = core.nbytes
-            self._starts = core.starts
+            self._starts, room = lay_out(nest.sizes)
+            self._room = room
             # A user who keeps the loss must not keep the gradients beside it alive.
             sizes = enumerate(nest.sizes)
             self._tiny = [i for i, size in sizes if size <= _KEPT_BYTES < room]

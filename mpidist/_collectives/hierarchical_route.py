@@ -28,7 +28,7 @@ import numpy as np
 
 from mpidist import _native
 from mpidist._base import backend
-from mpidist._base.memory import LINE, round_up
+from mpidist._base.memory import LINE, lay_out, round_up
 from mpidist._base.types import Array, DType, HostArray
 from mpidist._collectives.compression import Compression
 from mpidist._collectives.core_routes import reduce_on_node, supports
@@ -151,11 +151,11 @@ class Group:
         self._dtype = nest.shapes[0][1]  # of all, if they are compressed
         self._nodes = nodes
         self._guard = resources.guard
-        self._core = core = reduce_on_node(nodes.node, resources, signature)
+        self._core = reduce_on_node(nodes.node, resources, signature)
         self._compression = signature.compress() if signature.compress else None
-        self._ranges = list(zip(core.starts, nest.sizes, strict=True))
+        self._starts, _ = lay_out(nest.sizes)
+        self._ranges = list(zip(self._starts, nest.sizes, strict=True))
         self._runs = _find_runs(nest.core_leaves, self._ranges)
-        self._starts = core.starts
         self._ends = list(map(sum, self._ranges))
         self._shapes, self._casts = nest.shapes, nest.casts
         self._divisor = max((x.divisor for x in nest.core_leaves), default=0)

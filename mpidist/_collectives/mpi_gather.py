@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpidist import _native
 from mpidist._agreement.channel import NOWHERE
 from mpidist._agreement.mismatch import Call, fingerprint
 from mpidist._base import backend
@@ -129,20 +128,13 @@ class MpiGather(Plan):
     Args:
         resources: of the strategy.
         signature: of the calls.
-        core: the nest in the core, if it exchanges the headers.
 
     Attributes:
         is_one_block: whether the result is what MPI gathers, as it comes.
     """
 
-    def __init__(
-        self,
-        resources: Resources,
-        signature: GatherSignature,
-        core: _native.Gather = None,
-    ) -> None:
+    def __init__(self, resources: Resources, signature: GatherSignature) -> None:
         super().__init__(resources, signature.call)
-        self._core = core
         self._leaves = signature.leaves
         self._transports = signature.transports
         self._pool = resources.pool
@@ -187,7 +179,7 @@ class MpiGather(Plan):
         arrays: Sequence[Array],
         memory: Memory | None,
         timeout: float | None,
-        all_lengths: list[Lengths] | None = None,
+        all_lengths: list[Lengths],
     ) -> Results:
         """Return the results, now that all know the lengths of all. Collective.
 
@@ -195,11 +187,10 @@ class MpiGather(Plan):
             arrays: the leaves.
             memory: for results, if all lengths were those of this rank.
             timeout: seconds to wait for the others; None: the strategy's.
-            all_lengths: the lengths of each rank; None: the core knows them.
+            all_lengths: the lengths of each rank.
         """
-        all_lengths = self._core.lengths() if all_lengths is None else all_lengths
-        guard, own = self._guard, list(all_lengths[self._comm.rank])
-        same = all(list(lengths) == own for lengths in all_lengths)
+        guard, own = self._guard, all_lengths[self._comm.rank]
+        same = all(lengths == own for lengths in all_lengths)
         if memory is None or not same:  # on all ranks, or on none: see `guess`
             with guard.checking(self.call):
                 memory = self._reserve(arrays, all_lengths)

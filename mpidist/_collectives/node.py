@@ -220,7 +220,8 @@ def connect(memory: _native.Memory, comm: Communicator, area: int, arena: int) -
     core, rank, size = _native.core, comm.local_rank, comm.local_size
     spins = _SPINS_CROWDED if comm.crowded else _SPINS
     channel = core.Channel(memory, size, rank, area, arena, comm.crowded, spins)
-    pool = core.Pool(memory, channel.arena(rank), arena)
+    _, head = core.total_bytes(size, area, arena)
+    pool = core.Pool(memory, head + rank * arena, arena)
     return Node(memory, channel, pool, rank, size, area)
 
 

@@ -148,13 +148,13 @@ int md_shared_meet(md_channel *ch, md_shared *call, md_header *header) {
     md_shared_copy_in(ch, call, 0);
   }
   int status = md_meet(ch, header, NULL);
-  call->results_in_arena = ch->verdict.results_in_arena;
-  call->sources_in_arena = ch->verdict.sources_in_arena;
+  call->results_in_arena = !(ch->verdict.flags & MD_NO_ROOM);
+  call->sources_in_arena = !(ch->verdict.flags & MD_OTHER_SOURCES);
   return status;
 }
 
 int md_shared_finish(md_channel *ch, md_shared *call) {
-  if (call->results_in_arena && !call->sources_in_arena && !ch->verdict.copied &&
+  if (call->results_in_arena && !call->sources_in_arena && ch->verdict.flags & MD_SOURCES &&
       call->nest->pieces) {
     /* Some rank has not copied in before the header: then all make one step more. */
     if (!call->copied) md_shared_copy_in(ch, call, 0);

@@ -66,7 +66,7 @@ struct Carrier {
   double seconds;     /* spent in calls */
   PyObject *pause;
   PyThreadState *released; /* of its thread, while it has given the GIL away */
-  md_verdict *verdict;     /* of the last header */
+  md_header *verdict;      /* of the last header */
   unsigned long reductions, gathers;    /* all that `Reduce` and `Gather` have done */
   unsigned long long reduced, gathered; /* bytes of this rank's arrays in them */
 };
@@ -75,7 +75,6 @@ typedef struct {
   Carrier carrier;
   Memory *memory;
   unsigned long results_in_arena, sources_in_arena; /* calls of `Reduce.shared` so far */
-  md_header started;                                /* by `start`, for `test` */
   md_channel channel;
 } Channel;
 
@@ -95,7 +94,6 @@ typedef struct {
 typedef struct Between {
   Carrier carrier;
   Py_buffer sent, received; /* elements: a header each, and room for a payload */
-  int who;
   int merges; /* MPI merges the elements of all into one; otherwise all have those of all */
   size_t room, share; /* of a payload; of a rank's part of one that all gather */
   int64_t key;                       /* by which `md_between_op` finds it */
@@ -125,14 +123,13 @@ typedef struct Between {
   unsigned long sleeper; /* the thread that leaves its core while it waits; 0: none */
   long long headers;
   unsigned long iallreduces, iallgathers;
-  md_verdict verdict;
+  md_header verdict;
   struct Between *sibling; /* of those that merge */
 } Between;
 
 /* How MPI reduces a leaf that has no room behind its header. */
 typedef struct {
   intptr_t datatype, op; /* handles */
-  size_t itemsize;
 } MoveLeaf;
 
 /* How a nest moves then: see mpidist/_mpi/allreduce_algorithm.py. */
@@ -185,9 +182,10 @@ typedef struct {
   int counts;     /* whether the carrier counts it */
 } Reduce;
 
-/* Reduce the one leaf with its header, from and to C-contiguous, aligned memory; return the
+/* Reduce with one header, or behind it, from and to C-contiguous, aligned memory; return the
    status, or -1 with an exception. */
-int reduce_one(Reduce *self, const void *source, void *result);
+int reduce_small(Reduce *self, const void *const *sources, void *const *results,
+                 long long fingerprint, long long timeout_ms);
 
 /* Leaf i of rank r has `length` rows of `row` bytes, `before` times; in the result the
    rows of all ranks follow each other. */
@@ -235,7 +233,7 @@ PyObject *make_object(PyTypeObject *type, PyObject *args, PyObject *kwargs, init
     return make_object(type, args, kwargs, (initproc)TYPE##_init);                      \
   }
 
-void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_verdict *verdict);
+void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_header *verdict);
 /* Begin a call: -1 with an exception if one is under way.  And end it: return its status, or -1
    where `pause` has raised. */
 int begin_call(Carrier *self);
@@ -254,8 +252,6 @@ PyObject *other_arrays(void);
 /* In a call that takes long other threads of this process may run; a second call does nothing. */
 void release_gil(Carrier *self);
 void acquire_gil(Carrier *self);
-/* Take `item` as number i of a list or tuple; where there is none, let go of the list. */
-void put_item(PyObject **list, Py_ssize_t i, PyObject *item);
 /* The arguments of `Carrier.meet`.  And the header that they ask for, of a call that has begun. */
 enum { FLAG, FINGERPRINT, VALUE, LARGEST, TIMEOUT_MS, RESULT_OFFSET, WORDS };
 md_header header_with(Carrier *self, const long long words[WORDS]);

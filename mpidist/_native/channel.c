@@ -53,7 +53,6 @@ md_layout md_lay_out(int size, size_t area_bytes, size_t arena_bytes) {
   l.part_bytes = whole(sizeof(md_part), PAGE) + 2 * area_bytes;
   l.sums_at = l.head_bytes + (size_t)size * l.part_bytes;
   l.arenas_at = l.sums_at + 2 * area_bytes;
-  l.arena_bytes = arena_bytes;
   l.total_bytes = l.arenas_at + (size_t)size * arena_bytes;
   return l;
 }
@@ -82,18 +81,25 @@ void md_open(md_channel *ch, void *memory, int size, int rank, size_t area_bytes
 
 /* --- waiting ------------------------------------------------------------------------ */
 
-typedef int (*arrived_fn)(const md_channel *ch, const void *arg);
-
 /* What a rank waits for.  `word` changes, and its sleepers are woken, when `arrived` may
    have come true.  A rank from `first` up to `last` that has left ends the wait; where
    it is for a step, only one that has not made this step: what counts is whether all
    have, so that all ranks learn the same of a step, whoever leaves after it. */
-typedef struct {
+typedef struct md_condition {
   _Atomic uint32_t *word, *sleepers;
-  arrived_fn arrived;
-  const void *arg;
+  int (*arrived)(md_channel *ch, const struct md_condition *c);
+  uint32_t wanted; /* of the word; or bytes of the ring */
   int first, last, is_step;
 } md_condition;
+
+static int has_reached(const _Atomic uint32_t *word, uint32_t wanted) {
+  return (int32_t)(atomic_load_explicit(word, memory_order_acquire) - wanted) >= 0;
+}
+
+static int count_arrived(md_channel *ch, const md_condition *c) {
+  (void)ch;
+  return has_reached(c->word, c->wanted);
+}
 
 /* A rank that this wait needs, and that has left; -1: none. */
 static int deserter(const md_channel *ch, const md_condition *c) {
@@ -105,7 +111,7 @@ static int deserter(const md_channel *ch, const md_condition *c) {
 
 static int wait_on(md_channel *ch, const md_condition *c) {
   for (int i = 0; i < ch->spins; i++) {
-    if (c->arrived(ch, c->arg)) return MD_OK;
+    if (c->arrived(ch, c)) return MD_OK;
     relax();
     if (i == SPINS_BEFORE_BLOCKING && ch->hooks.blocking) ch->hooks.blocking(ch->hooks.arg);
   }
@@ -113,44 +119,24 @@ static int wait_on(md_channel *ch, const md_condition *c) {
   /* The rank that is waited for may only need this one's core. */
   for (int i = 0; i < YIELDS; i++) {
     sched_yield();
-    if (c->arrived(ch, c->arg)) return MD_OK;
+    if (c->arrived(ch, c)) return MD_OK;
   }
   double start = md_now();
   for (;;) {
-    if (c->arrived(ch, c->arg)) return MD_OK;
+    if (c->arrived(ch, c)) return MD_OK;
     int left = deserter(ch, c);
     if (left >= 0) {
-      if (c->arrived(ch, c->arg)) return MD_OK; /* it did its part before */
+      if (c->arrived(ch, c)) return MD_OK; /* it did its part before */
       ch->who = left;
       return MD_LEFT;
     }
     uint32_t seen = atomic_load(c->word);
     atomic_fetch_add(c->sleepers, 1);
-    if (!c->arrived(ch, c->arg) && atomic_load(c->word) == seen) sleep_on(c->word, seen);
+    if (!c->arrived(ch, c) && atomic_load(c->word) == seen) sleep_on(c->word, seen);
     atomic_fetch_sub(c->sleepers, 1);
-    if (c->arrived(ch, c->arg)) return MD_OK;
+    if (c->arrived(ch, c)) return MD_OK;
     if (ch->hooks.pause && ch->hooks.pause(ch->hooks.arg, md_now() - start)) return MD_STOPPED;
   }
-}
-
-typedef struct {
-  _Atomic uint32_t *word;
-  uint32_t wanted;
-} count_wait;
-
-static int count_arrived(const md_channel *ch, const void *arg) {
-  const count_wait *w = arg;
-  (void)ch;
-  return (int32_t)(atomic_load_explicit(w->word, memory_order_acquire) - w->wanted) >= 0;
-}
-
-static int wait_count(md_channel *ch, const md_condition *c, uint32_t wanted) {
-  count_wait w = {c->word, wanted};
-  md_condition condition = *c;
-  condition.arrived = count_arrived;
-  condition.arg = &w;
-  if (count_arrived(ch, &w)) return MD_OK;
-  return wait_on(ch, &condition);
 }
 
 /* --- steps -------------------------------------------------------------------------- */
@@ -164,44 +150,22 @@ static int members_of(const md_channel *ch, int group) {
   return rest < MD_GROUP ? rest : MD_GROUP;
 }
 
-static void add_header(md_verdict *v, const md_header *h, const md_header *mine) {
-  v->flag |= h->flag;
-  v->same_call &= h->fingerprint == mine->fingerprint;
-  v->same_value &= h->value == mine->value;
-  v->results_in_arena &= h->result_offset != MD_NOWHERE;
-  v->sources_in_arena &=
-      h->source_offset != MD_NOWHERE && h->source_layout == mine->source_layout;
-  v->copied &= h->source_offset == MD_NOWHERE;
-  if (h->lateness > v->lateness) v->lateness = h->lateness;
-  if (h->timeout_ms < v->timeout_ms) v->timeout_ms = h->timeout_ms;
-  if (h->largest > v->largest) v->largest = h->largest;
+void md_merge(md_header *into, const md_header *other) {
+  into->flags |= other->flags;
+  if (other->fingerprint != into->fingerprint) into->flags |= MD_OTHER_CALL;
+  if (other->value != into->value) into->flags |= MD_OTHER_VALUE;
+  if (other->result_offset == MD_NOWHERE) into->flags |= MD_NO_ROOM;
+  into->flags |= other->source_offset == MD_NOWHERE ? MD_OTHER_SOURCES : MD_SOURCES;
+  if (other->source_layout != into->source_layout) into->flags |= MD_OTHER_SOURCES;
+  if (other->lateness > into->lateness) into->lateness = other->lateness;
+  if (other->timeout_ms < into->timeout_ms) into->timeout_ms = other->timeout_ms;
+  if (other->largest > into->largest) into->largest = other->largest;
 }
 
-static void add_verdict(md_verdict *v, const md_verdict *other) {
-  v->flag |= other->flag;
-  v->same_call &= other->same_call;
-  v->same_value &= other->same_value;
-  v->results_in_arena &= other->results_in_arena;
-  v->sources_in_arena &= other->sources_in_arena;
-  v->copied &= other->copied;
-  if (other->lateness > v->lateness) v->lateness = other->lateness;
-  if (other->timeout_ms < v->timeout_ms) v->timeout_ms = other->timeout_ms;
-  if (other->largest > v->largest) v->largest = other->largest;
+int md_status_of(const md_header *v) {
+  if (v->timeout_ms != INT64_MAX && 2 * (int64_t)v->lateness >= v->timeout_ms) return MD_AGAIN;
+  return v->flags & (MD_FAILED | MD_OTHER_CALL) ? MD_DIFFERENT : MD_OK;
 }
-
-static const md_verdict AGREED = {.same_call = 1,
-                                  .same_value = 1,
-                                  .results_in_arena = 1,
-                                  .sources_in_arena = 1,
-                                  .copied = 1,
-                                  .timeout_ms = INT64_MAX,
-                                  .largest = INT64_MIN};
-
-static int late(const md_verdict *v) {
-  return v->timeout_ms != INT64_MAX && 2 * (int64_t)v->lateness >= v->timeout_ms;
-}
-
-static int agreed(const md_verdict *v) { return !v->flag && v->same_call && !late(v); }
 
 /* The last of all ranks has published: finish the step, and let the groups go. */
 static void release(md_channel *ch) {
@@ -212,31 +176,27 @@ static void release(md_channel *ch) {
   }
 }
 
-/* Compare the headers of a group with that of its first rank. */
-static void judge_group(const md_channel *ch, int g, uint32_t number) {
-  md_verdict v = AGREED;
-  const md_header *first = md_header_of(ch, g * MD_GROUP, number);
-  for (int i = 0; i < members_of(ch, g); i++)
-    add_header(&v, md_header_of(ch, g * MD_GROUP + i, number), first);
-  ch->common->groups[g].verdict[number & 1] = v;
+/* The verdict of ranks from `first` up to `last`. */
+static md_header verdict_of(const md_channel *ch, int first, int last, uint32_t number) {
+  md_header v = *md_header_of(ch, first, number);
+  for (int r = first; r < last; r++) md_merge(&v, md_header_of(ch, r, number));
+  return v;
 }
 
 static void sum_payloads(const md_channel *ch, uint32_t number, const md_small *small,
                          unsigned char *sums) {
   const unsigned char *slots[MD_MAX_RANKS];
   for (int r = 0; r < ch->size; r++) slots[r] = ch->parts[r]->eager[number & 1];
-  md_small_sum(small, slots, ch->rank, ch->size, sums);
+  md_small_sum(small, slots, ch->size, sums);
 }
 
-/* Compare the first ranks of the groups, now that all are there. */
+/* Merge the verdicts of the groups, now that all are there. */
 static void judge_all(md_channel *ch, uint32_t number, const md_small *small) {
-  md_verdict v = AGREED;
-  for (int g = 0; g < ch->groups; g++) {
-    add_verdict(&v, &ch->common->groups[g].verdict[number & 1]);
-    add_header(&v, md_header_of(ch, g * MD_GROUP, number), md_header_of(ch, 0, number));
-  }
-  ch->common->verdict[number & 1] = v;
-  if (small && agreed(&v)) sum_payloads(ch, number, small, ch->common->sums[number & 1]);
+  md_common *common = ch->common;
+  md_header *v = &common->verdict[number & 1];
+  *v = common->groups[0].verdict[number & 1];
+  for (int g = 1; g < ch->groups; g++) md_merge(v, &common->groups[g].verdict[number & 1]);
+  if (small && md_status_of(v) == MD_OK) sum_payloads(ch, number, small, common->sums[number & 1]);
 }
 
 static void publish(md_channel *ch, int is_header, const md_small *small) {
@@ -253,7 +213,9 @@ static void publish(md_channel *ch, int is_header, const md_small *small) {
   md_group *group = group_of(ch, ch->rank);
   uint32_t members = (uint32_t)members_of(ch, g);
   if (atomic_fetch_add(&group->arrivals, 1) + 1 != members * step) return;
-  if (is_header) judge_group(ch, g, ch->headers);
+  if (is_header)
+    group->verdict[ch->headers & 1] =
+        verdict_of(ch, g * MD_GROUP, g * MD_GROUP + (int)members, ch->headers);
   if (atomic_fetch_add(&ch->common->arrivals, 1) + 1 != (uint32_t)ch->groups * step) return;
   if (is_header) judge_all(ch, ch->headers, small);
   release(ch);
@@ -264,29 +226,25 @@ void md_publish(md_channel *ch) { publish(ch, 0, NULL); }
 int md_wait(md_channel *ch) {
   if (ch->tree) {
     md_group *group = group_of(ch, ch->rank);
-    md_condition c = {&group->release, &group->sleepers, NULL, NULL, 0, ch->size, 1};
-    return wait_count(ch, &c, ch->step);
+    md_condition c = {&group->release, &group->sleepers, count_arrived, ch->step, 0, ch->size, 1};
+    return wait_on(ch, &c);
   }
   for (int r = 0; r < ch->size; r++) {
     if (r == ch->rank) continue;
     md_part *part = ch->parts[r];
-    md_condition c = {&part->step, &part->sleepers, NULL, NULL, r, r + 1, 1};
-    int status = wait_count(ch, &c, ch->step);
+    md_condition c = {&part->step, &part->sleepers, count_arrived, ch->step, r, r + 1, 1};
+    int status = wait_on(ch, &c);
     if (status) return status;
   }
   return MD_OK;
 }
 
 int md_reached(const md_channel *ch, int rank) {
-  uint32_t step = atomic_load_explicit(&ch->parts[rank]->step, memory_order_acquire);
-  return (int32_t)(step - ch->step) >= 0;
+  return has_reached(&ch->parts[rank]->step, ch->step);
 }
 
 int md_all_reached(const md_channel *ch) {
-  if (ch->tree) {
-    count_wait w = {&group_of(ch, ch->rank)->release, ch->step};
-    return count_arrived(ch, &w);
-  }
+  if (ch->tree) return has_reached(&group_of(ch, ch->rank)->release, ch->step);
   for (int r = 0; r < ch->size; r++)
     if (!md_reached(ch, r)) return 0;
   return 1;
@@ -312,48 +270,11 @@ void md_start(md_channel *ch, const md_header *header, const md_small *small) {
   publish(ch, 1, small);
 }
 
-static int status_of(const md_verdict *v) {
-  if (late(v)) return MD_AGAIN;
-  return agreed(v) ? MD_OK : MD_DIFFERENT;
-}
-
-int md_compare(md_verdict *verdict, const md_header *const *headers, int size, int mine) {
-  *verdict = AGREED;
-  for (int r = 0; r < size; r++) add_header(verdict, headers[r], headers[mine]);
-  return status_of(verdict);
-}
-
-void md_begin_merge(md_header *header) { header->result_offset = header->source_layout = 1; }
-
-void md_merge(md_header *into, const md_header *other) {
-  into->result_offset &= other->result_offset & (into->fingerprint == other->fingerprint);
-  into->source_layout &= other->source_layout & (into->value == other->value);
-  into->flag |= other->flag;
-  if (other->lateness > into->lateness) into->lateness = other->lateness;
-  if (other->timeout_ms < into->timeout_ms) into->timeout_ms = other->timeout_ms;
-  if (other->largest > into->largest) into->largest = other->largest;
-}
-
-int md_judge_merged(md_verdict *verdict, const md_header *merged) {
-  *verdict = (md_verdict){.flag = merged->flag,
-                          .same_call = merged->result_offset == 1,
-                          .same_value = merged->source_layout == 1,
-                          .lateness = merged->lateness,
-                          .timeout_ms = merged->timeout_ms,
-                          .largest = merged->largest};
-  return status_of(verdict);
-}
-
-int md_judge(md_channel *ch, const md_header *header, const md_small *small) {
+int md_judge(md_channel *ch, const md_small *small) {
   uint32_t number = ch->headers;
-  if (ch->tree) {
-    ch->verdict = ch->common->verdict[number & 1];
-  } else {
-    ch->verdict = AGREED;
-    for (int r = 0; r < ch->size; r++)
-      add_header(&ch->verdict, md_header_of(ch, r, number), header);
-  }
-  int status = status_of(&ch->verdict);
+  ch->verdict =
+      ch->tree ? ch->common->verdict[number & 1] : verdict_of(ch, 0, ch->size, number);
+  int status = md_status_of(&ch->verdict);
   if (status || !small) return status;
   if (ch->tree) md_small_get(small, ch->common->sums[number & 1]);
   else sum_payloads(ch, number, small, NULL);
@@ -363,23 +284,22 @@ int md_judge(md_channel *ch, const md_header *header, const md_small *small) {
 int md_meet(md_channel *ch, const md_header *header, const md_small *small) {
   md_start(ch, header, small);
   int status = md_wait(ch);
-  return status ? status : md_judge(ch, header, small);
+  return status ? status : md_judge(ch, small);
 }
 
 /* --- messages ----------------------------------------------------------------------- */
 
 static uint64_t room_of(uint32_t nbytes) { return 8 + whole(nbytes, 8); }
 
-static int has_room(const md_channel *ch, const void *arg) {
-  md_channel *mine = (md_channel *)ch; /* `least_read` is a memo */
-  uint64_t end = ch->moved + room_of(*(const uint32_t *)arg);
+static int has_room(md_channel *ch, const md_condition *c) {
+  uint64_t end = ch->moved + room_of(c->wanted);
   if (end - ch->least_read <= MD_RING_BYTES) return 1;
   uint64_t least = UINT64_MAX;
   for (int r = 1; r < ch->size; r++) {
     uint64_t read = atomic_load_explicit(&ch->parts[r]->read, memory_order_acquire);
     if (read < least) least = read;
   }
-  mine->least_read = least;
+  ch->least_read = least;
   return end - least <= MD_RING_BYTES;
 }
 
@@ -390,27 +310,24 @@ static void to_ring(md_common *common, uint64_t at, const void *data, uint32_t n
   memcpy(common->ring, (const char *)data + first, nbytes - first);
 }
 
-int md_try_post(md_channel *ch, const void *data, uint32_t nbytes) {
+int md_post(md_channel *ch, const void *data, uint32_t nbytes) {
   md_common *common = ch->common;
-  if (!has_room(ch, &nbytes)) return 0;
+  md_condition c = {&common->taken, &common->taken_sleepers, has_room, nbytes, 1, ch->size, 0};
+  int status = wait_on(ch, &c);
+  if (status) return status;
   to_ring(common, ch->moved, &nbytes, sizeof nbytes);
   to_ring(common, ch->moved + 8, data, nbytes);
   ch->moved += room_of(nbytes);
   atomic_store(&common->posted, ++ch->messages);
   wake(&common->posted, &common->posted_sleepers);
-  return 1;
-}
-
-int md_wait_room(md_channel *ch, uint32_t nbytes) {
-  md_common *common = ch->common;
-  md_condition c = {&common->taken, &common->taken_sleepers, has_room, &nbytes, 1, ch->size, 0};
-  return wait_on(ch, &c);
+  return MD_OK;
 }
 
 int md_wait_message(md_channel *ch, uint32_t *nbytes) {
   md_common *common = ch->common;
-  md_condition c = {&common->posted, &common->posted_sleepers, NULL, NULL, 0, 1, 0};
-  int status = wait_count(ch, &c, ch->messages + 1);
+  md_condition c = {&common->posted, &common->posted_sleepers, count_arrived, ch->messages + 1,
+                    0, 1, 0};
+  int status = wait_on(ch, &c);
   if (status) return status;
   memcpy(nbytes, common->ring + ch->moved % MD_RING_BYTES, sizeof *nbytes);
   return MD_OK;

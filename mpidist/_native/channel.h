@@ -61,29 +61,28 @@ enum md_status {
   MD_STOPPED    /* hooks.pause has ended the wait */
 };
 
-/* What a rank says of a call: one line of the cache. */
+/* What a rank says of a call: one line of the cache.  And what several say together, if their
+   headers were merged into one (`md_merge`): that of all ranks is the *verdict*. */
 typedef struct {
-  int32_t flag;        /* 1: this rank has failed */
-  int32_t lateness;    /* ms since the header before */
+  int32_t flags;       /* as below; of one rank only whether it has failed */
+  int32_t lateness;    /* ms since the header before; the largest */
   int64_t fingerprint; /* of the call; must be the same on all ranks */
-  int64_t value;       /* may differ; `same_value` says whether it does */
-  int64_t timeout_ms;  /* how long this rank would wait; INT64_MAX: forever */
+  int64_t value;       /* may differ */
+  int64_t timeout_ms;  /* how long this rank would wait, INT64_MAX: forever; the smallest */
   int64_t largest;     /* all ranks learn the largest */
   /* Offsets in this rank's arena, or MD_NOWHERE: of its results, and of its first array. */
   int64_t result_offset, source_offset;
   int64_t source_layout; /* a hash of where its other arrays are, from the first */
 } md_header;
 
-/* What all ranks make of the headers; the same on all. */
-typedef struct {
-  int32_t flag, same_call, same_value;
-  int32_t results_in_arena; /* all have room for their results in their arena */
-  int32_t sources_in_arena; /* all have their arrays there, in the same order */
-  int32_t copied;           /* no rank has its arrays in its arena */
-  int32_t lateness;         /* the largest */
-  int64_t timeout_ms;       /* the smallest */
-  int64_t largest;
-} md_verdict;
+enum {
+  MD_FAILED = 1, /* some rank has */
+  MD_OTHER_CALL = 2,
+  MD_OTHER_VALUE = 4,
+  MD_NO_ROOM = 8,       /* some rank has none for its results in its arena */
+  MD_OTHER_SOURCES = 16, /* some rank has its arrays elsewhere, or in another order there */
+  MD_SOURCES = 32        /* some rank has its arrays in its arena */
+};
 
 typedef struct {
   _Alignas(MD_LINE) _Atomic uint32_t step; /* also the futex word of the flat way */
@@ -98,13 +97,13 @@ typedef struct {
   _Alignas(MD_LINE) _Atomic uint32_t arrivals;
   _Alignas(MD_LINE) _Atomic uint32_t release; /* the step that all have reached */
   _Atomic uint32_t sleepers;
-  _Alignas(MD_LINE) md_verdict verdict[2]; /* of the headers of the group */
+  _Alignas(MD_LINE) md_header verdict[2]; /* of the group */
 } md_group;
 
 typedef struct {
   md_group groups[MD_MAX_GROUPS];
   _Alignas(MD_LINE) _Atomic uint32_t arrivals; /* of groups */
-  _Alignas(MD_LINE) md_verdict verdict[2];
+  _Alignas(MD_LINE) md_header verdict[2];
   _Alignas(MD_LINE) unsigned char sums[2][MD_EAGER_BYTES];
   _Alignas(MD_LINE) _Atomic uint32_t posted; /* messages */
   _Atomic uint32_t posted_sleepers;
@@ -139,12 +138,12 @@ typedef struct {
   uint64_t moved;    /* bytes of them */
   uint64_t least_read;
   uint32_t areas_used; /* piece areas used so far; the lowest bit is the next */
-  md_verdict verdict;  /* of the last header */
+  md_header verdict;   /* of the last header */
   md_hooks hooks;
 } md_channel;
 
 typedef struct {
-  size_t part_bytes, head_bytes, sums_at, arenas_at, arena_bytes, total_bytes;
+  size_t part_bytes, head_bytes, sums_at, arenas_at, total_bytes;
 } md_layout;
 
 /* The layout for `size` ranks with piece areas and arenas of these sizes (multiples of a
@@ -160,16 +159,12 @@ double md_now(void);
 /* Publish a header (with what `small` adds), wait for all ranks', and compare.  In two
    parts: `md_judge` once `md_wait` is done. */
 void md_start(md_channel *ch, const md_header *header, const md_small *small);
-int md_judge(md_channel *ch, const md_header *header, const md_small *small);
+int md_judge(md_channel *ch, const md_small *small);
 int md_meet(md_channel *ch, const md_header *header, const md_small *small);
-/* For callers that exchange headers in another way: what the ranks with these headers, of which
-   number `mine` is this one's, make of them, and the status. */
-int md_compare(md_verdict *verdict, const md_header *const *headers, int size, int mine);
-/* The same two at a time, in any order.  A header that is merged says with `result_offset` and
-   `source_layout` whether all calls, and all values, that went into it are the same. */
-void md_begin_merge(md_header *header);
+/* Merge a header into another one, or into a copy of itself; in any order.  And the status of the
+   verdict. */
 void md_merge(md_header *into, const md_header *other);
-int md_judge_merged(md_verdict *verdict, const md_header *merged);
+int md_status_of(const md_header *verdict);
 
 void md_publish(md_channel *ch);
 int md_wait(md_channel *ch);
@@ -177,9 +172,8 @@ int md_reached(const md_channel *ch, int rank); /* has it published this rank's 
 int md_all_reached(const md_channel *ch);
 void md_leave(md_channel *ch);
 
-/* 1: sent; 0: the ring has no room. */
-int md_try_post(md_channel *ch, const void *data, uint32_t nbytes);
-int md_wait_room(md_channel *ch, uint32_t nbytes);
+/* Wait for room in the ring, and send a message. */
+int md_post(md_channel *ch, const void *data, uint32_t nbytes);
 /* The size of the next message; wait for it (MD_OK), then copy it. */
 int md_wait_message(md_channel *ch, uint32_t *nbytes);
 void md_take(md_channel *ch, void *data, uint32_t nbytes);

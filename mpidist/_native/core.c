@@ -15,8 +15,7 @@ static PyObject *has_kernel(PyObject *module, PyObject *args) {
   const char *dtype, *name;
   (void)module;
   if (!PyArg_ParseTuple(args, "ss", &dtype, &name)) return NULL;
-  int op = md_find_op(name);
-  return PyBool_FromLong(op >= 0 && md_find_kernel(dtype, (enum md_op)op) != NULL);
+  return PyBool_FromLong(md_find_kernel(dtype, name) != NULL);
 }
 
 /* --- functions for MPI_Op_create ---------------------------------------------------------- */
@@ -47,8 +46,7 @@ static PyObject *op_function(PyObject *module, PyObject *args) {
   const char *dtype, *name;
   (void)module;
   if (!PyArg_ParseTuple(args, "ss", &dtype, &name)) return NULL;
-  int op = md_find_op(name);
-  const md_kernel *kernel = op < 0 ? NULL : md_find_kernel(dtype, (enum md_op)op);
+  const md_kernel *kernel = md_find_kernel(dtype, name);
   for (int i = 0; kernel && i < OPS; i++)
     if (!kernels[i] || kernels[i] == kernel) {
       kernels[i] = kernel;

@@ -318,7 +318,7 @@ COMPLEXES(, c32, complex_l, DIVIDE_CL)
 
 struct md_kernel {
     const char *dtype;
-    enum md_op op;
+    enum { MD_SUM, MD_PROD, MD_MIN, MD_MAX } op;
     size_t itemsize;
     size_t piece; /* elements that fit the block */
     loop_function *two, *first, *next, *last;
@@ -363,19 +363,12 @@ static const md_kernel kernels[] = {
 #endif
 };
 
-int md_find_op(const char *name)
+const md_kernel *md_find_kernel(const char *dtype, const char *op)
 {
     static const char *const names[] = {
         [MD_SUM] = "SUM", [MD_PROD] = "PROD", [MD_MIN] = "MIN", [MD_MAX] = "MAX"};
-    for (int op = 0; op < (int)(sizeof names / sizeof *names); op++)
-        if (strcmp(names[op], name) == 0) return op;
-    return -1;
-}
-
-const md_kernel *md_find_kernel(const char *dtype, enum md_op op)
-{
     for (size_t k = 0; k < sizeof kernels / sizeof *kernels; k++)
-        if (kernels[k].op == op && strcmp(kernels[k].dtype, dtype) == 0)
+        if (!strcmp(kernels[k].dtype, dtype) && !strcmp(names[kernels[k].op], op))
             return &kernels[k];
     return NULL;
 }

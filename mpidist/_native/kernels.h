@@ -13,21 +13,17 @@
 
 #include <stddef.h>
 
-enum md_op { MD_SUM, MD_PROD, MD_MIN, MD_MAX };
-
-/* Return the operation of a name, as in "SUM", or -1. */
-int md_find_op(const char *name);
-
 /* The reduction of one dtype with one operation. Immutable and static. */
 typedef struct md_kernel md_kernel;
 
-/* Return the kernel for a dtype and an operation, or NULL where there is none.
+/* Return the kernel for a dtype and an operation ("SUM", "PROD", "MIN", "MAX"), or NULL where
+   there is none.
 
    `dtype` is NumPy's kind and itemsize: "b1", "i1" "i2" "i4" "i8", "u1" "u2" "u4" "u8",
    "f2" "f4" "f8", "f16" (long double), "c8" "c16", "c32" (complex long double); and
    "bf2" for bfloat16. There is none for MIN and MAX of complex numbers, for SUM and
    PROD of bool, and for "f16" and "c32" where long double does not have 16 bytes. */
-const md_kernel *md_find_kernel(const char *dtype, enum md_op op);
+const md_kernel *md_find_kernel(const char *dtype, const char *op);
 
 /* Return the number of bytes of one element. */
 size_t md_itemsize(const md_kernel *kernel);

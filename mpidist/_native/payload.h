@@ -30,9 +30,9 @@ typedef struct {
 
 /* Copy this rank's leaves into its slot. */
 void md_small_put(const md_small *small, unsigned char *slot);
-/* Reduce the slots of `size` ranks, of which this one has its leaves at hand; to `sums`, a
-   memory of the layout, or without one to the results. */
-void md_small_sum(const md_small *small, const unsigned char *const *slots, int rank, int size,
+/* Reduce the slots of `size` ranks; to `sums`, a memory of the layout, or without one to the
+   results.  Of one slot, where a result is already there, nothing is left to do. */
+void md_small_sum(const md_small *small, const unsigned char *const *slots, int size,
                   unsigned char *sums);
 /* Copy the results from `sums`. */
 void md_small_get(const md_small *small, const unsigned char *sums);

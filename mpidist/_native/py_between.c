@@ -77,11 +77,11 @@ void md_between_op(void *from, void *to, int *len, void *datatype) {
   while (self && self->key != header->source_offset) self = self->sibling;
   pthread_mutex_unlock(&merging_lock); /* a header is in progress, so it stays */
   if (!self || *len != 1) {            /* not ours: cannot be */
-    header->result_offset = 0;
+    header->flags |= MD_OTHER_CALL;
     return;
   }
   md_merge(header, other);
-  if (header->flag || header->result_offset != 1) return;
+  if (header->flags & (MD_FAILED | MD_OTHER_CALL)) return;
   if (self->small && self->fingerprint == header->fingerprint)
     add_payload(self->small, (const unsigned char *)from + sizeof *other,
                 (unsigned char *)to + sizeof *header);
@@ -143,23 +143,11 @@ static intptr_t *next_request(Between *self) {
   return request;
 }
 
-static int start_gather(Between *self, const Transfer *move) {
-  int nbytes = (int)move->data.nbytes;
-  intptr_t byte = self->mpi.byte, *request = next_request(self);
-  if (!request) return -1;
-  int code = self->mpi.iallgather(move->from, nbytes, byte, move->to, nbytes, byte,
-                                  self->mpi.comm, request);
-  if (code) return failed(self, code);
-  self->carrier.active++;
-  self->iallgathers++;
-  return 0;
-}
-
 /* Start a transfer: an all-reduce goes in pieces. */
 static int start_transfer(Between *self, const Transfer *move) {
   const md_data *data = &move->data;
-  if (data->gathers) return start_gather(self, move);
-  size_t nbytes = data->nbytes, pieces = nbytes / data->piece_bytes;
+  intptr_t byte = self->mpi.byte, comm = self->mpi.comm;
+  size_t nbytes = data->nbytes, pieces = data->gathers ? 1 : nbytes / data->piece_bytes;
   if (pieces > (size_t)data->in_flight) pieces = (size_t)data->in_flight;
   if (!pieces) pieces = 1;
   size_t step = (nbytes / pieces + MD_LINE - 1) / MD_LINE * MD_LINE;
@@ -167,12 +155,14 @@ static int start_transfer(Between *self, const Transfer *move) {
     size_t length = nbytes - at < step ? nbytes - at : step;
     intptr_t *request = next_request(self);
     if (!request) return -1;
-    int code =
-        self->mpi.iallreduce(move->from + at, move->to + at, (int)(length / data->itemsize),
-                             data->datatype, data->op, self->mpi.comm, request);
+    int code = data->gathers ? self->mpi.iallgather(move->from, (int)length, byte, move->to,
+                                                    (int)length, byte, comm, request)
+                             : self->mpi.iallreduce(move->from + at, move->to + at,
+                                                    (int)(length / data->itemsize),
+                                                    data->datatype, data->op, comm, request);
     if (code) return failed(self, code);
     self->carrier.active++;
-    self->iallreduces++;
+    ++*(data->gathers ? &self->iallgathers : &self->iallreduces);
   }
   return 0;
 }
@@ -201,10 +191,7 @@ static int publish(Between *self, const md_header *header, const md_nest *nest,
     return -1;
   }
   *sent = *header;
-  if (self->merges) {
-    md_begin_merge(sent);
-    sent->source_offset = self->key;
-  }
+  if (self->merges) sent->source_offset = self->key;
   self->small = nest;
   self->fingerprint = header->fingerprint;
   Py_XSETREF(self->keeper, Py_XNewRef(keeper));
@@ -262,45 +249,30 @@ static int wait_for_header(Between *self) {
   return wait_for(self, all);
 }
 
-static int compare(Between *self) {
-  if (self->merges) return md_judge_merged(&self->verdict, self->received.buf);
-  const md_header *headers[self->carrier.size];
-  for (int r = 0; r < self->carrier.size; r++)
-    headers[r] = (const md_header *)(payload_of(self, r) - sizeof(md_header));
-  return md_compare(&self->verdict, headers, self->carrier.size, self->carrier.rank);
-}
-
 /* The status of the header, which has completed. */
 static int judge(Between *self) {
-  int status = compare(self);
+  memcpy(&self->verdict, self->received.buf, sizeof(md_header));
+  for (int r = 0; r < (self->merges ? 0 : self->carrier.size); r++)
+    md_merge(&self->verdict, (const md_header *)(payload_of(self, r) - sizeof(md_header)));
+  int status = md_status_of(&self->verdict);
   self->went = status == MD_OK && self->carrier.lends;
   self->carrier.moves = self->carrier.lends = 0;
   md_note(&self->guesses, status == MD_OK ? self->kind : 0);
   return status;
 }
 
-static void take_sum(Between *self, const md_small *small, const unsigned char *const *payloads,
-                     int merged) {
-  if (!merged) {
-    md_small_sum(small, payloads, self->carrier.rank, self->carrier.size, NULL);
-    return;
-  }
-  for (int i = 0; i < small->nest->count; i++) { /* all but the division was done */
-    const md_leaf *leaf = &small->nest->leaves[i];
-    const void *source = payloads[0] + leaf->start;
-    void *out = small->results[i];
-    if (source != out || leaf->divisor)
-      md_reduce(leaf->kernel, &out, 1, &source, 1, leaf->nbytes / md_itemsize(leaf->kernel),
-                leaf->divisor);
-    md_unify_nans(leaf->kernel, out, leaf->nbytes);
-  }
+/* Add up payloads; or take one, in which MPI has done all but the division. */
+static void take_sum(const md_small *small, const unsigned char *const *payloads, int count) {
+  md_small_sum(small, payloads, count, NULL);
+  for (int i = 0; count == 1 && i < small->nest->count; i++)
+    md_unify_nans(small->nest->leaves[i].kernel, small->results[i], small->nest->leaves[i].nbytes);
 }
 
 static void take_payload(Between *self, const md_small *small) {
-  const unsigned char *payloads[self->carrier.size];
-  for (int r = 0; r < (self->merges ? 1 : self->carrier.size); r++)
-    payloads[r] = payload_of(self, r);
-  take_sum(self, small, payloads, self->merges);
+  int count = self->merges ? 1 : self->carrier.size;
+  const unsigned char *payloads[count];
+  for (int r = 0; r < count; r++) payloads[r] = payload_of(self, r);
+  take_sum(small, payloads, count);
 }
 
 /* --- data behind a header ------------------------------------------------------------- */
@@ -318,7 +290,7 @@ static Transfer next_transfer(const MovePlan *plan, const Transfer *whole, const
     stop = nest->leaves[*i].start + nest->leaves[*i].nbytes;
   return (Transfer){.data = {.nbytes = stop - first->start,
                              .piece_bytes = plan->piece_bytes,
-                             .itemsize = kind->itemsize,
+                             .itemsize = md_itemsize(first->kernel),
                              .datatype = kind->datatype,
                              .op = kind->op,
                              .in_flight = plan->in_flight},
@@ -422,9 +394,9 @@ int between_reduce(Between *self, const MovePlan *plan, const long long words[WO
   else if (offer_data(self, kind, &first) && packed) md_small_put(small, packed);
   int status = meet_ranks(&self->carrier, words, NULL, keeper);
   if (status != MD_OK) return status;
-  const unsigned char *payloads[self->carrier.size];
-  for (int r = 0; r < self->carrier.size; r++)
-    payloads[r] = whole.to + (plan->gathers ? (size_t)r * whole.data.nbytes : 0);
+  int count = plan->gathers ? self->carrier.size : 1;
+  const unsigned char *payloads[count];
+  for (int r = 0; r < count; r++) payloads[r] = whole.to + (size_t)r * whole.data.nbytes;
   if (!self->went) {
     if (packed) md_small_put(small, packed);
     if (begin_moving(self)) return -1;
@@ -434,7 +406,7 @@ int between_reduce(Between *self, const MovePlan *plan, const long long words[WO
     md_leave_default_state(before);
     if (end_call(&self->carrier, wrong)) return -1;
   }
-  take_sum(self, small, payloads, !plan->gathers);
+  take_sum(small, payloads, count);
   if (one) learn(self, &first.data);
   return MD_OK;
 }
@@ -496,16 +468,6 @@ static PyObject *Between_complete(Between *self, PyObject *pending) {
   }
 }
 
-static PyObject *Between_missing(Between *self, PyObject *ignored) {
-  (void)self, (void)ignored;
-  return PyList_New(0);
-}
-
-static PyObject *Between_leave(Between *self, PyObject *ignored) {
-  (void)self, (void)ignored;
-  Py_RETURN_NONE;
-}
-
 static void forget(Between *self) {
   pthread_mutex_lock(&merging_lock);
   Between **at = &merging;
@@ -528,26 +490,20 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
                                    &comm, &byte, &element_type, &op, &address_of, &fail,
                                    &owner))
     return -1;
-  if (PyObject_GetBuffer(sent, &self->sent, PyBUF_WRITABLE)) return -1;
-  if (PyObject_GetBuffer(received, &self->received, PyBUF_WRITABLE)) {
-    PyBuffer_Release(&self->sent);
+  if (PyObject_GetBuffer(sent, &self->sent, PyBUF_WRITABLE) ||
+      PyObject_GetBuffer(received, &self->received, PyBUF_WRITABLE))
     return -1;
-  }
   size_t element = (size_t)self->sent.len, all = (size_t)self->received.len;
   uintptr_t ends = (uintptr_t)self->sent.buf | (uintptr_t)self->received.buf;
   self->merges = all == element && size > 1;
   if (rank < 0 || rank >= size || element < sizeof(md_header) || ends % MD_LINE ||
       element % MD_LINE || (!self->merges && all != element * (size_t)size)) {
-    PyBuffer_Release(&self->sent);
-    PyBuffer_Release(&self->received);
     PyErr_SetString(PyExc_ValueError, "Between: memory that is not one of elements");
     return -1;
   }
   /* Only a wrong guess touches it: `MD_MOST_GUESSED` for results, and less for what is sent. */
   self->other = calloc(2, MD_MOST_GUESSED);
   if (!self->other) {
-    PyBuffer_Release(&self->sent);
-    PyBuffer_Release(&self->received);
     PyErr_NoMemory();
     return -1;
   }
@@ -556,7 +512,6 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
   self->share = self->merges ? self->room / (size_t)size / 8 * 8 : self->room;
   self->first_tests = first_tests;
   self->tests = tests;
-  self->who = -1;
   self->persistent = (void *)(uintptr_t)request;
   self->status = (void *)(uintptr_t)status;
   self->mpi_start = (int (*)(void *))(uintptr_t)start;
@@ -584,10 +539,8 @@ MADE_BY_INIT(Between)
 static void Between_dealloc(Between *self) {
   if (self->carrier.active) return; /* leaked: MPI may still use all of it, and call the op */
   forget(self);
-  if (self->owner) {
-    PyBuffer_Release(&self->sent);
-    PyBuffer_Release(&self->received);
-  }
+  PyBuffer_Release(&self->sent); /* of which some may not be there: `Between_init` has failed */
+  PyBuffer_Release(&self->received);
   Py_XDECREF(self->address_of);
   Py_XDECREF(self->fail);
   Py_XDECREF(self->keeper);
@@ -605,10 +558,6 @@ static PyMethodDef Between_methods[] = {
     {"complete", (PyCFunction)Between_complete, METH_O,
      "complete(request)\n--\n\n"
      "Return whether a request of mpi4py has completed: when it has, or after a while."},
-    {"missing", (PyCFunction)Between_missing, METH_NOARGS,
-     "missing()\n--\n\nReturn an empty list: a collective does not say who is missing."},
-    {"leave", (PyCFunction)Between_leave, METH_NOARGS,
-     "leave()\n--\n\nDo nothing: the ranks that wait learn of it by a notice."},
     {NULL}};
 static PyMemberDef Between_members[] = {
     {"headers", T_LONGLONG, offsetof(Between, headers), READONLY, "Headers published so far."},
@@ -620,8 +569,6 @@ static PyMemberDef Between_members[] = {
     {"share", T_PYSSIZET, offsetof(Between, share), READONLY,
      "That of this rank's part of one that all gather."},
     {"merges", T_INT, offsetof(Between, merges), READONLY, "Whether MPI merges the headers."},
-    {"who", T_INT, offsetof(Between, who), READONLY,
-     "-1: that a rank has left is known by its notice."},
     {"sleeper", T_ULONG, offsetof(Between, sleeper), 0,
      "The identifier of the thread that leaves its core while it waits, which others need; 0: "
      "none."},

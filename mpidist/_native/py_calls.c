@@ -139,7 +139,10 @@ static int prepare(const Entry *e, int reduces, PyObject **result) {
 
 /* Both return the status, or -1 with an exception; and the result, if there is one yet. */
 static int reduce(const Entry *e, PyArrayObject *x, PyObject **result) {
-  return reduce_one((Reduce *)e->core, PyArray_DATA(x), PyArray_DATA((PyArrayObject *)*result));
+  Reduce *core = (Reduce *)e->core;
+  const void *source = PyArray_DATA(x);
+  void *sum = PyArray_DATA((PyArrayObject *)*result);
+  return reduce_small(core, &source, &sum, core->fingerprint, core->timeout_ms);
 }
 
 static int gather(const Entry *e, PyArrayObject *x, PyObject **result) {

@@ -60,12 +60,6 @@ int end_call(Carrier *self, int status) {
 
 PyObject *status_or_null(int status) { return status < 0 ? NULL : PyLong_FromLong(status); }
 
-void put_item(PyObject **list, Py_ssize_t i, PyObject *item) {
-  if (!item) Py_CLEAR(*list);
-  else if (PyList_Check(*list)) PyList_SET_ITEM(*list, i, item);
-  else PyTuple_SET_ITEM(*list, i, item);
-}
-
 void *keep_array(Kept *kept, PyObject *x, int is_written) {
   if (!PyArray_Check(x)) {
     PyErr_SetString(PyExc_TypeError, "expected an array of NumPy's");
@@ -92,7 +86,7 @@ PyObject *other_arrays(void) {
 
 /* --- Carrier: what `Channel` and `Between` have in common -------------------------------- */
 
-void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_verdict *verdict) {
+void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_header *verdict) {
   self->medium = medium;
   self->rank = rank;
   self->size = size;
@@ -103,7 +97,7 @@ void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_ve
 md_header header_with(Carrier *self, const long long words[WORDS]) {
   double lateness = 1e3 * (self->start - self->last);
   self->last = self->start;
-  return (md_header){.flag = (int32_t)words[FLAG],
+  return (md_header){.flags = (int32_t)words[FLAG],
                      .lateness = lateness < INT32_MAX ? (int32_t)lateness : INT32_MAX,
                      .fingerprint = words[FINGERPRINT],
                      .value = words[VALUE],
@@ -152,11 +146,31 @@ static PyObject *Carrier_test(Carrier *self, PyObject *ignored) {
   return status == MISSING ? Py_NewRef(Py_None) : status_or_null(status);
 }
 
+static PyObject *Carrier_missing(Carrier *self, PyObject *ignored) {
+  md_channel *ch = Py_TYPE(self) == &ChannelType ? &((Channel *)self)->channel : NULL;
+  (void)ignored;
+  PyObject *list = PyList_New(0);
+  for (int r = 0; ch && list && r < ch->size; r++) {
+    if (md_reached(ch, r)) continue;
+    PyObject *number = PyLong_FromLong(r);
+    if (!number || PyList_Append(list, number)) Py_CLEAR(list);
+    Py_XDECREF(number);
+  }
+  return list;
+}
+
+static PyObject *Carrier_leave(Carrier *self, PyObject *ignored) {
+  (void)ignored;
+  if (Py_TYPE(self) == &ChannelType) md_leave(&((Channel *)self)->channel);
+  Py_RETURN_NONE;
+}
+
 static PyObject *Carrier_verdict(Carrier *self, void *closure) {
   (void)closure;
-  const md_verdict *v = self->verdict;
-  return Py_BuildValue("iiiiL", v->flag, v->same_call, v->same_value, v->results_in_arena,
-                       (long long)v->largest);
+  int32_t flags = self->verdict->flags;
+  return Py_BuildValue("iiiiL", flags & MD_FAILED, !(flags & MD_OTHER_CALL),
+                       !(flags & MD_OTHER_VALUE), !(flags & MD_NO_ROOM),
+                       (long long)self->verdict->largest);
 }
 
 static PyObject *Carrier_lateness(Carrier *self, void *closure) {
@@ -173,13 +187,20 @@ static PyMethodDef Carrier_methods[] = {
      "Publish a header, without waiting."},
     {"test", (PyCFunction)Carrier_test, METH_NOARGS,
      "test()\n--\n\nReturn the status of the header of `start`; None if some are missing."},
+    {"missing", (PyCFunction)Carrier_missing, METH_NOARGS,
+     "missing()\n--\n\n"
+     "Return the ranks that have not made this rank's last step; of a collective none is known."},
+    {"leave", (PyCFunction)Carrier_leave, METH_NOARGS,
+     "leave()\n--\n\n"
+     "Tell all ranks that this one makes no more steps; between nodes a notice does."},
     {NULL}};
 static PyMemberDef Carrier_members[] = {
     {"seconds", T_DOUBLE, offsetof(Carrier, seconds), READONLY, "Time spent in calls."},
     {"pause", T_OBJECT, offsetof(Carrier, pause), 0,
      "Called with the seconds waited, several times a second; may raise."},
-    {"reductions", T_ULONG, offsetof(Carrier, reductions), 0, "Reductions of `Reduce` so far."},
-    {"reduced", T_ULONGLONG, offsetof(Carrier, reduced), 0,
+    {"reductions", T_ULONG, offsetof(Carrier, reductions), READONLY,
+     "Reductions of `Reduce` so far."},
+    {"reduced", T_ULONGLONG, offsetof(Carrier, reduced), READONLY,
      "Bytes of this rank's arrays in them."},
     {"gathers", T_ULONG, offsetof(Carrier, gathers), READONLY, "All-gathers of `Gather` so far."},
     {"gathered", T_ULONGLONG, offsetof(Carrier, gathered), READONLY,
@@ -214,16 +235,13 @@ static int meet_in_memory(Carrier *self, const md_header *header, const md_small
 }
 
 static int start_in_memory(Carrier *self, const md_header *header) {
-  Channel *channel = (Channel *)self;
-  channel->started = *header;
-  md_start(&channel->channel, header, NULL);
+  md_start(&((Channel *)self)->channel, header, NULL);
   return MD_OK;
 }
 
 static int test_in_memory(Carrier *self) {
-  Channel *channel = (Channel *)self;
-  if (!md_all_reached(&channel->channel)) return MISSING;
-  return md_judge(&channel->channel, &channel->started, NULL);
+  md_channel *ch = &((Channel *)self)->channel;
+  return md_all_reached(ch) ? md_judge(ch, NULL) : MISSING;
 }
 
 static const Medium memory_of_node = {meet_in_memory, start_in_memory, test_in_memory};
@@ -271,25 +289,6 @@ static PyObject *Channel_wait(Channel *self, PyObject *ignored) {
   return status_or_null(end_call(&self->carrier, md_wait(&self->channel)));
 }
 
-static PyObject *Channel_missing(Channel *self, PyObject *ignored) {
-  md_channel *ch = &self->channel;
-  (void)ignored;
-  PyObject *list = PyList_New(0);
-  for (int r = 0; list && r < ch->size; r++) {
-    if (md_reached(ch, r)) continue;
-    PyObject *number = PyLong_FromLong(r);
-    if (!number || PyList_Append(list, number)) Py_CLEAR(list);
-    Py_XDECREF(number);
-  }
-  return list;
-}
-
-static PyObject *Channel_leave(Channel *self, PyObject *ignored) {
-  (void)ignored;
-  md_leave(&self->channel);
-  Py_RETURN_NONE;
-}
-
 static PyObject *Channel_post(Channel *self, PyObject *args) {
   Py_buffer data;
   if (!PyArg_ParseTuple(args, "y*", &data)) return NULL;
@@ -301,10 +300,7 @@ static PyObject *Channel_post(Channel *self, PyObject *args) {
     PyBuffer_Release(&data);
     return NULL;
   }
-  md_channel *ch = &self->channel;
-  int status = MD_OK;
-  while (!md_try_post(ch, data.buf, (uint32_t)data.len))
-    if ((status = md_wait_room(ch, (uint32_t)data.len))) break;
+  int status = md_post(&self->channel, data.buf, (uint32_t)data.len);
   status = end_call(&self->carrier, status); /* which holds the GIL again */
   PyBuffer_Release(&data);
   return status_or_null(status);
@@ -341,14 +337,6 @@ static PyObject *Channel_broadcast(Channel *self, PyObject *args) {
 }
 
 /* Where things are in the memory, for arrays that view them. */
-static PyObject *Channel_arena(Channel *self, PyObject *rank) {
-  long r = PyLong_AsLong(rank);
-  if (r == -1 && PyErr_Occurred()) return NULL;
-  if (r < 0 || r >= self->channel.size)
-    return PyErr_Format(PyExc_ValueError, "arena: there is no rank %ld", r);
-  return PyLong_FromSsize_t(self->channel.arenas[r] - self->channel.memory);
-}
-
 static PyObject *Channel_areas(Channel *self, PyObject *number) {
   long n = PyLong_AsLong(number);
   if (n == -1 && PyErr_Occurred()) return NULL;
@@ -363,18 +351,12 @@ static PyMethodDef Channel_methods[] = {
      "publish()\n--\n\nSay that this rank has made a step."},
     {"wait", (PyCFunction)Channel_wait, METH_NOARGS,
      "wait()\n--\n\nWait until all ranks have made this step; return OK or LEFT."},
-    {"missing", (PyCFunction)Channel_missing, METH_NOARGS,
-     "missing()\n--\n\nReturn the ranks that have not made this rank's last step."},
-    {"leave", (PyCFunction)Channel_leave, METH_NOARGS,
-     "leave()\n--\n\nTell all ranks that this one makes no more steps."},
     {"post", (PyCFunction)Channel_post, METH_VARARGS,
      "post(data)\n--\n\nSend a message from rank 0; return OK or LEFT."},
     {"take", (PyCFunction)Channel_take, METH_NOARGS,
      "take()\n--\n\nReturn the next message of rank 0; or LEFT."},
     {"broadcast", (PyCFunction)Channel_broadcast, METH_VARARGS,
      "broadcast(buffer, root)\n--\n\nCopy the root's bytes to all ranks; return OK or LEFT."},
-    {"arena", (PyCFunction)Channel_arena, METH_O,
-     "arena(rank)\n--\n\nReturn where the arena of a rank is in the memory."},
     {"areas", (PyCFunction)Channel_areas, METH_O,
      "areas(number)\n--\n\nReturn where this rank's area for pieces, and that for sums, are."},
     {NULL}};

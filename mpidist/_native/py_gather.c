@@ -40,7 +40,7 @@ static int Gather_init(Gather *self, PyObject *args, PyObject *kwargs) {
   if (self->between) {
     /* Where the others leave 0 the largest byte is that of the rank. */
     self->whole = (md_leaf){.nbytes = most * (size_t)self->carrier->size,
-                            .kernel = md_find_kernel("u1", MD_MAX)};
+                            .kernel = md_find_kernel("u1", "MAX")};
     self->nest = (md_nest){.count = 1, .nbytes = self->whole.nbytes, .leaves = &self->whole};
   }
   return 0;
@@ -165,8 +165,7 @@ static int64_t total_of(const Gather *self, int leaf) {
 /* Whether the last header has shown that all have made results of the right size in their
    arenas, before they knew the lengths of the others. */
 static int has_room(const Gather *self) {
-  const md_verdict *v = self->carrier->verdict;
-  return !self->between && v->results_in_arena && v->same_value;
+  return !self->between && !(self->carrier->verdict->flags & (MD_NO_ROOM | MD_OTHER_VALUE));
 }
 
 Py_ssize_t gathered_length(const Gather *self) {
@@ -227,8 +226,6 @@ static int get_arrays(Gather *self, PyObject *arrays) {
   return 0;
 }
 
-static size_t line(size_t nbytes) { return (nbytes + MD_LINE - 1) / MD_LINE * MD_LINE; }
-
 /* Write this rank's leaves to the results of all, where the last header says; return the status,
    or -1 with an exception. */
 static int spread(Gather *self) {
@@ -244,7 +241,7 @@ static int spread(Gather *self) {
                                .bytes = (size_t)self->lengths[i] * leaf->row,
                                .stride = total,
                                .at = start + before};
-    start += line(leaf->before * total);
+    start += (leaf->before * total + MD_LINE - 1) / MD_LINE * MD_LINE;
     payload += nbytes_of(self, i, self->lengths);
   }
   if (begin_call(self->carrier)) return -1;
@@ -328,16 +325,10 @@ static PyObject *Gather_fits(Gather *self, PyObject *lengths) {
   return PyBool_FromLong(gather_fits(self, self->lengths));
 }
 
-/* Where leaves of these lengths begin in the memory of the results, and where that ends. */
-static PyObject *Gather_layout(Gather *self, PyObject *totals) {
-  if (parse_lengths(self, totals)) return NULL;
-  PyObject *starts = PyList_New(self->count + 1);
-  size_t start = 0;
-  for (int i = 0; starts && i <= self->count; i++) {
-    put_item(&starts, i, PyLong_FromSize_t(start));
-    if (i < self->count) start += line(nbytes_of(self, i, self->lengths));
-  }
-  return starts;
+/* Take `item` as number i of a list; where there is none, let go of the list. */
+static void put_item(PyObject **list, Py_ssize_t i, PyObject *item) {
+  if (item) PyList_SET_ITEM(*list, i, item);
+  else Py_CLEAR(*list);
 }
 
 static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
@@ -345,22 +336,12 @@ static PyObject *Gather_lengths(Gather *self, PyObject *ignored) {
   PyObject *rows = PyList_New(self->carrier->size);
   for (int r = 0; rows && r < self->carrier->size; r++) {
     const int64_t *lengths = (const int64_t *)gather_slot(self, r);
-    PyObject *row = PyTuple_New(self->count);
+    PyObject *row = PyList_New(self->count);
     for (int i = 0; row && i < self->count; i++)
       put_item(&row, i, PyLong_FromLongLong(lengths[i]));
     put_item(&rows, r, row);
   }
   return rows;
-}
-
-/* Lengths of all ranks together; None where the arrays of some rank did not fit. */
-static PyObject *Gather_totals(Gather *self, PyObject *ignored) {
-  (void)ignored;
-  if (self->carrier->verdict->largest) Py_RETURN_NONE;
-  PyObject *totals = PyTuple_New(self->count);
-  for (int i = 0; totals && i < self->count; i++)
-    put_item(&totals, i, PyLong_FromLongLong(total_of(self, i)));
-  return totals;
 }
 
 static PyObject *Gather_get(Gather *self, PyObject *results) {
@@ -391,14 +372,8 @@ static PyMethodDef Gather_methods[] = {
      "has named; return OK or LEFT."},
     {"fits", (PyCFunction)Gather_fits, METH_O,
      "fits(lengths)\n--\n\nReturn whether leaves of these lengths travel with the header."},
-    {"layout", (PyCFunction)Gather_layout, METH_O,
-     "layout(totals)\n--\n\n"
-     "Return where in their memory results of these lengths begin, and how large it is."},
     {"lengths", (PyCFunction)Gather_lengths, METH_NOARGS,
      "lengths()\n--\n\nReturn for each rank its lengths, after `meet`."},
-    {"totals", (PyCFunction)Gather_totals, METH_NOARGS,
-     "totals()\n--\n\n"
-     "Return the lengths of all ranks together; None where some arrays did not fit."},
     {"get", (PyCFunction)Gather_get, METH_O,
      "get(results)\n--\n\nCopy the arrays of all ranks into the results, where all did fit."},
     {NULL}};

@@ -57,8 +57,7 @@ static int set_leaves(Reduce *self, PyObject *leaves, size_t alignment) {
                           &shape, &divisor))
       return -1;
     md_leaf *leaf = &self->nest.leaves[i];
-    int op = md_find_op(name);
-    leaf->kernel = op < 0 ? NULL : md_find_kernel(dtype, (enum md_op)op);
+    leaf->kernel = md_find_kernel(dtype, name);
     if (!leaf->kernel) {
       PyErr_Format(PyExc_ValueError, "Reduce: no kernel for %s of %s", name, dtype);
       return -1;
@@ -87,8 +86,7 @@ static int set_move(Reduce *self, PyObject *handles) {
   for (int i = 0; i < self->nest.count; i++) {
     unsigned long long datatype, op;
     if (!PyArg_ParseTuple(PyList_GET_ITEM(handles, i), "KK", &datatype, &op)) return -1;
-    self->move.leaves[i] =
-        (MoveLeaf){(intptr_t)datatype, (intptr_t)op, md_itemsize(self->nest.leaves[i].kernel)};
+    self->move.leaves[i] = (MoveLeaf){(intptr_t)datatype, (intptr_t)op};
   }
   return between_reserve(self->between, &self->move, &self->nest);
 }
@@ -207,9 +205,8 @@ static void count_reduction(const Reduce *self, int status) {
   self->carrier->reduced += self->payload;
 }
 
-/* Reduce with one header, or behind it; return the status, or -1 with an exception. */
-static int reduce_small(Reduce *self, const void *const *sources, void *const *results,
-                        long long fingerprint, long long timeout_ms) {
+int reduce_small(Reduce *self, const void *const *sources, void *const *results,
+                 long long fingerprint, long long timeout_ms) {
   const long long words[WORDS] = {0, fingerprint, 0, 0, timeout_ms, MD_NOWHERE};
   const md_small small = {&self->nest, sources, results};
   int fits = self->nest.nbytes <= self->room;
@@ -218,10 +215,6 @@ static int reduce_small(Reduce *self, const void *const *sources, void *const *r
                                      (PyObject *)self);
   count_reduction(self, status);
   return status;
-}
-
-int reduce_one(Reduce *self, const void *source, void *result) {
-  return reduce_small(self, &source, &result, self->fingerprint, self->timeout_ms);
 }
 
 /* The fingerprint and the time-out of a call, if it names its own; -1: an exception. */
@@ -304,16 +297,14 @@ static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t c
 /* Step by step: `start` after a header, then for each piece copy_in, a step, combine, a
    step, copy_out; see md_shared_run for the order. */
 static PyObject *Reduce_start(Reduce *self, PyObject *args) {
-  PyObject *sources = Py_None, *results = Py_None;
-  if (require_node(self) || !PyArg_ParseTuple(args, "|OO", &sources, &results)) return NULL;
+  PyObject *sources, *results;
+  if (require_node(self) || !PyArg_ParseTuple(args, "OO", &sources, &results)) return NULL;
   let_go(&self->kept);
   md_channel *ch = &self->channel->channel;
   self->call = (md_shared){
       .nest = &self->nest, .number = ch->headers, .first_area = ch->areas_used, .undivided = 1};
-  if (sources != Py_None) {
-    if (get_arrays(self, sources, SOURCE | IN_STEPS, (void **)self->sources)) goto fail;
-    self->call.sources = (const unsigned char *const *)self->sources;
-  }
+  if (get_arrays(self, sources, SOURCE | IN_STEPS, (void **)self->sources)) goto fail;
+  self->call.sources = (const unsigned char *const *)self->sources;
   if (results != Py_None) {
     if (get_arrays(self, results, RESULT | IN_STEPS, self->results)) goto fail;
     self->call.results = (unsigned char *const *)self->results;
@@ -390,14 +381,6 @@ static PyObject *Reduce_piece(Reduce *self, PyObject *piece) {
   return Py_BuildValue("nn", (Py_ssize_t)first, (Py_ssize_t)last);
 }
 
-static PyObject *Reduce_starts(Reduce *self, void *closure) {
-  (void)closure;
-  PyObject *list = PyList_New(self->nest.count);
-  for (int i = 0; list && i < self->nest.count; i++)
-    put_item(&list, i, PyLong_FromSize_t(self->nest.leaves[i].start));
-  return list;
-}
-
 static PyMethodDef Reduce_methods[] = {
     {"eager", (PyCFunction)(void *)Reduce_eager, METH_FASTCALL,
      "eager(sources, results, fingerprint=..., timeout_ms=...)\n--\n\n"
@@ -411,8 +394,9 @@ static PyMethodDef Reduce_methods[] = {
      "    results: the same, for the results; in the arena, if they are there.\n"
      "    result_offset: where the layout of the results begins in the arena, or NOWHERE."},
     {"start", (PyCFunction)Reduce_start, METH_VARARGS,
-     "start(sources=None, results=None)\n--\n\n"
-     "Begin to go piece by piece, after a header; only `reduce_range` divides."},
+     "start(sources, results)\n--\n\n"
+     "Begin to go piece by piece, after a header; only `reduce_range` divides. Of sources and\n"
+     "results those that are None the caller copies; instead of results None: it wants none."},
     {"copy_in", (PyCFunction)Reduce_copy_in, METH_O, "copy_in(piece)\n--\n\nCopy a piece in."},
     {"combine", (PyCFunction)Reduce_combine, METH_O,
      "combine(piece)\n--\n\nReduce this rank's slice of a piece."},
@@ -429,9 +413,6 @@ static PyMethodDef Reduce_methods[] = {
 static PyMemberDef Reduce_members[] = {
     {"nbytes", T_PYSSIZET, offsetof(Reduce, nest.nbytes), READONLY, "Bytes of the layout."},
     {"pieces", T_INT, offsetof(Reduce, nest.pieces), READONLY, "The number of pieces."},
-    {NULL}};
-static PyGetSetDef Reduce_fields[] = {
-    {"starts", (getter)Reduce_starts, NULL, "Where each leaf begins in the layout.", NULL},
     {NULL}};
 
 PyTypeObject ReduceType = {
@@ -450,5 +431,4 @@ PyTypeObject ReduceType = {
     .tp_new = Reduce_new,
     .tp_dealloc = (destructor)Reduce_dealloc,
     .tp_methods = Reduce_methods,
-    .tp_members = Reduce_members,
-    .tp_getset = Reduce_fields};
+    .tp_members = Reduce_members};

@@ -38,8 +38,8 @@ static int write_numbers(const void *from, size_t bytes, int is_long) {
 
 int main(int argc, char **argv) {
   if (argc != 6) return 2;
-  int op = md_find_op(argv[2]), n = atoi(argv[3]);
-  const md_kernel *kernel = op < 0 ? NULL : md_find_kernel(argv[1], (enum md_op)op);
+  int n = atoi(argv[3]);
+  const md_kernel *kernel = md_find_kernel(argv[1], argv[2]);
   if (!kernel || n < 1 || n > MOST_SOURCES) return 2;
   size_t count = strtoul(argv[4], NULL, 10), bytes = count * md_itemsize(kernel);
   int is_long = !strcmp(argv[1], "f16") || !strcmp(argv[1], "c32");

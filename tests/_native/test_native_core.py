@@ -32,10 +32,10 @@ class Rank:
 
     def __init__(self, rank: int, size: int, fd: int) -> None:
         self.rank, self.size = rank, size
-        total, _ = core.total_bytes(size, AREA, ARENA)
+        total, head = core.total_bytes(size, AREA, ARENA)
         self.memory = core.Memory(fd, total)
         self.channel = core.Channel(self.memory, size, rank, AREA, ARENA, False, 2000)
-        self.pool = core.Pool(self.memory, self.channel.arena(rank), ARENA)
+        self.pool = core.Pool(self.memory, head + rank * ARENA, ARENA)
 
 
 def run(size: int, fn: Callable[[Rank], Any]) -> list[Any]:
@@ -80,7 +80,6 @@ def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
             y = np.full(2 * rows, 99, np.uint8)
             for call in (
                 lambda: gather.fits((2 * rows,)),
-                lambda: gather.layout((4 * rows,)),
                 lambda: gather.meet([y], (2 * rows,), 3, 0, slot.offset, None),
                 lambda: gather.spread([x]),
             ):
@@ -94,7 +93,7 @@ def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
         else:
             assert tried.wait(60)
         assert gather.meet([x], (rows,), 3, 0, slot.offset, None) == core.OK
-        assert len(refused) >= 4 or me.rank
+        assert len(refused) >= 3 or me.rank
         np.testing.assert_array_equal(result, np.repeat([0, 1, 77], rows))
         return "ok"
 
@@ -219,7 +218,7 @@ def test_a_small_array_is_gathered_without_python() -> None:
         x = np.zeros((2, many if me.rank else 1, 3))
         entry.keep(1, x, gather, "this", plan, 1)
         assert entry(x, 1) == "concluded"
-        assert (plan.ended, gather.totals()) == ([core.OK], None)
+        assert (plan.ended, me.channel.verdict[4]) == ([core.OK], 1)
         assert state.sequence == 4
         assert me.channel.gathers == 4  # of the last no data has moved
         assert me.channel.gathered == 48 * sum(n + me.rank for n in range(4))

@@ -150,7 +150,7 @@ def test_nothing_is_found(compiler: str, flags: tuple[str, ...]) -> None:
 RELAXED = "memory_order_relaxed"
 FLAT_STORE = "    atomic_store(&mine->step, step);\n"
 TREE_ARRIVES = "  if (atomic_fetch_add(&group->arrivals, 1) + 1"
-SEEN = "  return (int32_t)(atomic_load_explicit(w->word, memory_order_acquire)"
+SEEN = "  return (int32_t)(atomic_load_explicit(word, memory_order_acquire)"
 POSTED = "  atomic_store(&common->posted, ++ch->messages);\n"
 WAITS = "    if ((p || !begun) && (status = md_wait(ch))) return status;\n"
 LAST_WAIT = "  if (pieces && (status = md_wait(ch))) return status;\n"
