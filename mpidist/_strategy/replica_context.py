@@ -141,10 +141,10 @@ class ReplicaContext:
 
         Collective: every replica must call this, in the same order. On one node it uses
         shared memory. Between nodes up to 1 KiB travels with the header, one MPI
-        collective; more moves by ``MPI_Iallreduce`` (``MPI_Iallgather`` between two
-        nodes with Open MPI): arrays above 1 MiB in pieces, smaller ones together, once
-        for each dtype and ``bytes_per_pack``. On one node large results share one
-        block of memory, which is freed when the last of them is.
+        collective; more moves by others, which do not block: arrays above 1 MiB in
+        pieces, smaller ones together, once for each dtype and ``bytes_per_pack``. On
+        one node large results share one block of memory, which is freed when the last
+        of them is.
 
         Args:
             reduce_op: a `ReduceOp` or its name; or an associative function of two
