@@ -104,8 +104,7 @@ def latest_checkpoint(
     Returns:
         The path; None if there is no checkpoint.
     """
-    directory = as_path("latest_checkpoint", checkpoint_dir)
-    return find_latest(directory, checkpoint_name)
+    return find_latest(as_path("latest_checkpoint", checkpoint_dir), checkpoint_name)
 
 
 def find_latest(

@@ -51,8 +51,7 @@ class Zip(Via):
         return list(zip(*found, strict=True))
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
-        found = [parent.tokens(in_pass) for parent in self.parents]
-        return zip(*found, strict=False)
+        return zip(*(parent.tokens(in_pass) for parent in self.parents), strict=False)
 
     def load(self, tokens: Iterable[Token]) -> Iterator[Nest]:
         copies = enumerate(itertools.tee(tokens, len(self.parents)))

@@ -141,8 +141,7 @@ class DistributedDataset:
             return chosen, stage
 
         chosen, stage = run_section(group.guard, Call(call), make)
-        to_device = bool(chosen.experimental_fetch_to_device)
-        input = Input(group, stage, None, to_device)
+        input = Input(group, stage, None, bool(chosen.experimental_fetch_to_device))
         # Counted now: if it has failed, some rank may not have made this call.
         input.number = group.registry.next_key()
         return DistributedDataset(input)

@@ -153,9 +153,8 @@ class Input:
                 checksum = block.checksum() if self.checked else 0
             if self.batch_size is None:
                 self.batch_size = rows
-            size = self.batch_size
-            start, stop = split_rows(self.policy, rows, size, replicas, own)
-            yield Piece(rows, block.part(start, stop), checksum)
+            own_rows = split_rows(self.policy, rows, self.batch_size, replicas, own)
+            yield Piece(rows, block.part(*own_rows), checksum)
 
     def wrap(self, block: RowBlock | None) -> Nest:
         """Return this rank's rows as an element, where they belong.

@@ -158,8 +158,7 @@ class _ItemStream(Iterator[RowBlock]):
         if state is None and isinstance(self._items, _Numbered) and self._turns == 1:
             state = position
         if state is not None and hasattr(self._items, "set_state"):
-            found = state_json.unpack(_as_now(state), lambda *_: None)
-            self._items.set_state(found)
+            self._items.set_state(state_json.unpack(_as_now(state), lambda *_: None))
             self._position = position
             if position:
                 self._skipped = self._turns - 1

@@ -175,8 +175,7 @@ def map_like(function: Callable[[Any, Any], Any], template: Nest, other: Nest) -
         LookupError: if the other one has no part for a leaf.
     """
     leaves, structure = nest.flatten(template)
-    parts = parts_like(template, other)
-    return structure.unflatten(map(function, leaves, parts))
+    return structure.unflatten(map(function, leaves, parts_like(template, other)))
 
 
 def parts_like(template: Nest, other: Nest) -> list[Nest]:

@@ -125,8 +125,7 @@ class Repeat(Via):
         return list(itertools.chain(*parts))
 
     def in_order(self, in_pass: Pass) -> Iterator[Token]:
-        rounds = itertools.count() if self.count is None else range(self.count)
-        for number in rounds:
+        for number in itertools.count() if self.count is None else range(self.count):
             empty = True
             for token in self.parent.tokens((*in_pass, number)):
                 empty = False
@@ -333,9 +332,9 @@ class Cache(Derived):
             with self._lock:
                 if key not in self._parts:
                     part = self.parent.open(copied(kept)).part(start, stop)
-                    if part is not None:
-                        part = RowBlock(protected(list(part.leaves)), part.structure)
-                    self._parts[key] = part
+                    self._parts[key] = part and RowBlock(
+                        protected(list(part.leaves)), part.structure
+                    )
                 part = self._parts[key]
             return part and RowBlock([*map(unshared, part.leaves)], part.structure)
 

@@ -27,13 +27,12 @@ from mpidist.data._stages import UNKNOWN, Block, Derived, Pass, Stage, Token
 _CALL: Final = "experimental_distribute_dataset"
 
 
-def check_options(options: object, call: str) -> InputOptions:
+def check_options(options: Any, call: str) -> InputOptions:
     """Return the options that were given, or the default."""
     if options is None:
         return InputOptions()
     expected = "`options` to be a `mpidist.InputOptions`"
     expect(isinstance(options, InputOptions), call, expected, options)
-    assert isinstance(options, InputOptions)
     if not options.experimental_place_dataset_on_device:
         return options
     if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:

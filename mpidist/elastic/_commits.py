@@ -110,9 +110,9 @@ def _check_differing(
 ) -> None:
     """Raise, on all replicas, for a state that differs and may not."""
     for item in items:
-        if len(states[item.name]) == 1:
-            continue
         column = states[item.name]
+        if len(column) == 1:
+            continue
         if item.name in plain:
             values = [
                 state_json.unpack(state, lambda library, name, device: name)

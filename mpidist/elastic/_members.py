@@ -175,7 +175,7 @@ class Round:
     def _wait(self) -> Callable[[MpiRequest], None]:
         why = (
             "some replica lives, but has not taken part in a vote of the replicas for "
-            "{} s: it is stopped, or hangs"
+            "{:.3g} s: it is stopped, or hangs"
         )
         return functools.partial(_wait, self.stop, self.timeout, why)
 
@@ -280,8 +280,8 @@ def meet(before: Round | None, member: Member, timeout: float = 0.0) -> Round:
         comm, stop = before.all, before.stop
         comm.Revoke()
     why = (
-        "not all living ranks of the job made this call within {} s; make it on every "
-        "rank"
+        "not all living ranks of the job made this call within {:.3g} s; make it on "
+        "every rank"
     )
     wait = functools.partial(_wait, stop, timeout, why)
     survival.agree(comm, 1, wait)  # shrinking would wait for all, and forever
@@ -351,8 +351,7 @@ def _wait(stop: MpiComm | None, timeout: float, why: str, request: MpiRequest) -
                 "the job again"
             )
         if timeout and waited > timeout:
-            seconds = f"{timeout:.3g}"
-            raise CollectiveTimeoutError(f"elastic.run: {why.format(seconds)}")
+            raise CollectiveTimeoutError(f"elastic.run: {why.format(timeout)}")
 
     poll(request, look)
 

@@ -104,7 +104,7 @@ class StateStorage:
                     Checkpoint(**objects), self._directory, max_to_keep=_KEPT_ON_DISK
                 )
 
-    def _check_made(self, made: object) -> dict[str, Any]:
+    def _check_made(self, made: Any) -> dict[str, Any]:
         expect(
             isinstance(made, Mapping) and all(type(key) is str for key in made),
             "State",
@@ -112,7 +112,6 @@ class StateStorage:
             made,
             "such as {'weights': weights}",
         )
-        assert isinstance(made, Mapping)
         for name, value in made.items():
             _check_name(name)
             if name in self.values or name in self.given:

@@ -202,21 +202,17 @@ def pair(y_true: Nest, y_pred: Nest, call: str, classes: bool = False) -> Pair:
     # Numbers of classes stay ints: float16 has not all of them.
     true = like(y_true, pred, call, cast=not classes)
     shape = tuple(pred.shape)[: pred.ndim - classes]
-    if tuple(true.shape) == (*shape, 1):
-        if classes or len(shape) != 1:
-            true = true.reshape(shape)
-        else:
-            pred = pred.reshape(true.shape)
-    elif (*tuple(true.shape), 1) == shape:
-        if classes or len(shape) <= 2:
-            true = true.reshape(shape)
-        else:
-            pred = pred.reshape(true.shape)
-    elif tuple(true.shape) != shape:
+    own = tuple(true.shape)
+    longer = own == (*shape, 1)
+    if not longer and shape not in (own, (*own, 1)):
         raise ValueError(
             f"{call}: expected `y_true` of shape {shape}, for `y_pred` of shape "
-            f"{tuple(pred.shape)}, got {tuple(true.shape)}"
+            f"{tuple(pred.shape)}, got {own}"
         )
+    if classes or (len(shape) != 1 if longer else len(shape) <= 2):
+        true = true.reshape(shape)
+    else:
+        pred = pred.reshape(own)
     return Pair(xp, true, pred, given.dtype)
 
 

@@ -289,8 +289,7 @@ class Optimizer:
             is_list = hasattr(variables, "__iter__")
             expect(is_list, _BUILD, "a list of variables", variables)
             given.extend(variables)
-            found = group_for(given, self._index, self._group, _BUILD)
-            group, is_cross_replica = found
+            group, is_cross_replica = group_for(given, self._index, self._group, _BUILD)
         except Exception as error:
             group_among(given, self._group).collectives.invalid(_BUILD, error)
         if is_cross_replica:
@@ -667,8 +666,7 @@ def _check_rate(call: str, rate: object) -> float:
 def _find(group: ReplicaGroup, reference: _Reference, call: str) -> Optimizer:
     """Return this rank's optimizer. All ranks raise if one has none, or another one."""
     iterations, number, text = reference
-    key = number if iterations is None else storage_of(iterations)
-    found = _known.get().get(key)
+    found = _known.get().get(number if iterations is None else storage_of(iterations))
     mine = "" if found is None else found._text
     if found is None or mine != text:
         with group.guard.checking(call):

@@ -124,8 +124,7 @@ def _described(x: Nest) -> str:
 
 def counter(name: str) -> Variable:
     """Return a new variable for the completed steps of an optimizer. Collective."""
-    zero = np.zeros((), np.int64)
-    return Variable(zero, trainable=False, name=f"{name}/iterations")
+    return Variable(np.zeros((), np.int64), trainable=False, name=f"{name}/iterations")
 
 
 class State:

@@ -95,8 +95,8 @@ def reduce_gradients(
         call: the name of the call, for messages.
         divisor: divides the results.
     """
-    gradients = [parameter.grad for _, parameter in named]
-    assign(named, sums_of(owner, group, named, gradients, op, call), divisor)
+    sums = sums_of(owner, group, named, gradients_of(named), op, call)
+    assign(named, sums, divisor)
 
 
 def sums_of(
@@ -249,8 +249,7 @@ def set_hooks(hooks: dict[int, Any], named: Named, note: Any) -> None:
     for _, p in named:
         if id(p) not in hooks and p.requires_grad:  # torch refuses others
             # Also of this function `torch.compile` would make one for each shape.
-            hook = _disable_dynamo(ready)
-            hooks[id(p)] = p.register_post_accumulate_grad_hook(hook)
+            hooks[id(p)] = p.register_post_accumulate_grad_hook(_disable_dynamo(ready))
 
 
 def gradients_of(named: Named) -> list[torch.Tensor | None]:

@@ -303,8 +303,7 @@ class Overlap:
                 for i, (n, x) in enumerate(zip(counts, gradients, strict=True))
                 if not n or x is None or x.is_sparse
             }
-            number = group.guard.sequence
-            self._plan = _Plan(group, named, number, order, counts, last)
+            self._plan = _Plan(group, named, group.guard.sequence, order, counts, last)
 
     def _finish(self, plan: _Plan, named: Named, divisor: int) -> None:
         """Begin the buckets that are left, and wait for all of them."""

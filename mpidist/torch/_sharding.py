@@ -129,8 +129,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self.defaults: dict[str, Any] = self._local.defaults
             self._read_settings(only_new=True)
             self._name = f"{call} of {optimizer_class.__name__}"
-            text = f"{self._name} with {self._described()}"
-        group.collectives.guard.agree(Call(text))
+            told = Call(f"{self._name} with {self._described()}")
+        group.guard.agree(told)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -222,10 +222,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group, call = self._begin("add_param_group")
         with group.guard.checking(call):
             super().add_param_group(param_group)
-            added = self.param_groups[-1:]
-            self._divide(added)
-            group_of_parts = self._local_group(len(self._parts) - 1)
-            self._local.add_param_group(group_of_parts)
+            self._divide(self.param_groups[-1:])
+            self._local.add_param_group(self._local_group(len(self._parts) - 1))
             self._read_settings(only_new=True)
             text = f"{call} with {self._described()}"
         group.guard.agree(Call(text))
