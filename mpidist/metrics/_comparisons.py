@@ -9,6 +9,7 @@ import numpy as np
 from mpidist import losses
 from mpidist._base.backend import as_number
 from mpidist._base.expect import as_int, expect
+from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import HostArray, Nest
 from mpidist.metrics._metrics import Mean, _of_shape, _OfPairs, _sums_of_rows
 
@@ -256,6 +257,7 @@ class SparseCategoricalCrossentropy(_Compared):
 
     _sparse = True
 
+    @explain_keywords("SparseCategoricalCrossentropy")
     def __init__(
         self,
         name: str | None = None,

@@ -189,14 +189,18 @@ def test_settings_are_checked():
     for call in (*smoothed, partial(losses.binary_crossentropy, REAL, REAL)):
         with pytest.raises(ValueError, match="`label_smoothing` to be from 0 to 1"):
             call(label_smoothing=2)
-    with pytest.raises(TypeError, match="`sample_weight` of 0"):
-        losses.SparseCategoricalCrossentropy(ignore_class=-1)
+    for room in (losses, mpidist.metrics):
+        room.SparseCategoricalCrossentropy(ignore_class=None)
+        with pytest.raises(TypeError, match="`sample_weight` of 0"):
+            room.SparseCategoricalCrossentropy(ignore_class=-1)
     with pytest.raises(ValueError, match="`sample_weight` of shape"):
         losses.MeanSquaredError()(REAL, LOGITS, np.ones(3))
     with pytest.raises(AttributeError, match=r"losses\.mean_squared_error"):
         losses.mse  # noqa: B018
     with pytest.raises(AttributeError, match="write the formula"):
         losses.KLDivergence  # noqa: B018
+    with pytest.raises(AttributeError, match=r"write `mpidist\.losses\."):
+        losses.serialize  # noqa: B018
 
     class Cubes(losses.Loss):
         def call(self, y_true, y_pred):
