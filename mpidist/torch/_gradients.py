@@ -193,7 +193,7 @@ def _arrays_of(
             flags[1, i] = 1
         if sparse is None:
             continue
-        if name in sparse:
+        if name in sparse and parameter.dim():  # another one may have had this name
             arrays[name] = rows_of(parameter, gradient)
             continue
         if gradient is None or flags[1, i]:

@@ -149,6 +149,16 @@ def test_sparse_on_one_rank_and_dense_on_another(strategy, rank, size, torch, mt
         assert p.grad.to_dense()[:, 0].tolist() == counts
 
 
+def test_another_parameter_at_the_place_of_a_table(strategy, rank, size, torch, mt):
+    first, table, scale = (torch.nn.Parameter(torch.ones(s)) for s in (3, (4, 2), ()))
+    for last in (table, scale):
+        first.grad, scale.grad = torch.ones(3), torch.tensor(2.0)
+        by_hand(torch, table, [1])
+        mt.all_reduce_gradients([first, last], "SUM", strategy=strategy)
+    assert table.grad.is_sparse
+    assert scale.grad.item() == 2 * size
+
+
 def test_tables_of_other_shapes(strategy, rank, size, torch, mt):
     p = torch.nn.Parameter(torch.zeros(4, 2))
     for _ in range(2):
