@@ -16,8 +16,7 @@ checksum. An array is read from its part directly into its memory.
 
 The manifest also holds the small states (random generators, iterators; `state_json`);
 tensors of states are arrays. Nothing is ever pickled. Version 2 had no such tensors,
-and is read in the same way. A manifest may have the right checksum and still be
-malformed: `read_manifest` checks every entry, before anything is allocated.
+and is read in the same way.
 
 The checksum is CRC-32 (`zlib.crc32`): it detects every error burst of up to 32 bits,
 and misses 1 in 2**32 of other errors. Measured on one core: 2.1 GB/s, SHA-256: 0.8

@@ -80,21 +80,20 @@ class ElasticDataset:
         self._left = False
 
 
-def wrap(value: Nest) -> Nest:
-    """Return a nest with an `ElasticDataset` in place of each dataset."""
-    return nest.map_structure(
-        lambda x: ElasticDataset(x) if isinstance(x, DistributedDataset) else x, value
-    )
+def wrap(name: str, value: Nest) -> Nest:
+    """Return a nest with an `ElasticDataset` in place of each dataset.
 
+    Raises:
+        ValueError: for an input in it, ``name``, that does not outlive a replica.
+    """
 
-def problem_of(value: Nest) -> str:
-    """Return why an input in a nest does not outlive a replica, or ""."""
-    for x in nest.flatten(value)[0]:
-        if isinstance(x, (DistributedDataset, DistributedIterator)):
-            problem = x.__elastic_problem__()
-            if problem:
-                return problem
-    return ""
+    def wrapped(x: Nest) -> Nest:
+        inputs = DistributedDataset, DistributedIterator
+        if isinstance(x, inputs) and (problem := x.__elastic_problem__()):
+            raise ValueError(f"State: {name!r} {problem}")
+        return ElasticDataset(x) if isinstance(x, DistributedDataset) else x
+
+    return nest.map_structure(wrapped, value)
 
 
 def stay_open(value: Nest) -> None:

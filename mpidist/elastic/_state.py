@@ -124,10 +124,7 @@ class StateStorage:
                     f"It would be the same again after each loss; write `State(build, "
                     f"{name}={value!r:.20})`, and `state.{name} = ...` to change it"
                 )
-            problem = _epochs.problem_of(value)
-            if problem:
-                raise ValueError(f"State: {name!r} {problem}")
-        return {name: _epochs.wrap(value) for name, value in made.items()}
+        return {name: _epochs.wrap(name, value) for name, value in made.items()}
 
     def restore_from_disk(self) -> None:
         """Restore the newest checkpoint, if there is one. Collective.

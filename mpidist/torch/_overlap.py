@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -71,9 +72,7 @@ class _Bucket:
     text: str
     waiting: int = 0
     handle: CollectiveHandle[Sums] | None = None
-    taken: list[tuple[torch.Tensor | None, int]] = dataclasses.field(
-        default_factory=list
-    )
+    taken: Sequence[tuple[torch.Tensor | None, int]] = ()
 
     def is_stale(self) -> bool:
         """Return whether gradients are not those that it was begun with."""
@@ -126,7 +125,6 @@ class _Plan:
         self._bucket_of = {
             id(p): bucket for bucket in self.buckets for _, p in bucket.named
         }
-        self._left: dict[int, int] = {}
         self.restart()
 
     def is_usable(self) -> bool:
@@ -136,14 +134,14 @@ class _Plan:
 
     def restart(self) -> None:
         """Wait for the gradients of the next step."""
-        self._left = {
+        self._left: dict[int, int] = {
             id(p): n for (_, p), n in zip(self.named, self.counts, strict=True)
         }
         self.waits = False  # for `step`, with all buckets
         self.next = 0
         for bucket in self.buckets:
             bucket.waiting, bucket.handle = len(bucket.named), None
-            bucket.taken = []
+            bucket.taken = ()
 
     def note(self, parameter: torch.Tensor) -> bool:
         """Note a gradient; return whether the next bucket can be begun."""
@@ -248,7 +246,7 @@ class Overlap:
         self._plan = None
         self._ready, self._found = {}, {}
 
-    def _begin(self, plan: _Plan, flags: list[float] | None = None) -> None:
+    def _begin(self, plan: _Plan, flags: Sequence[float] = ()) -> None:
         """Begin the next bucket. Collective."""
         bucket = plan.buckets[plan.next]
         plan.next += 1
@@ -259,7 +257,7 @@ class Overlap:
         bucket.handle = begin_async(
             group,
             call,
-            lambda: sums_of(self, group, named, gradients, op, call, flags or ()),
+            lambda: sums_of(self, group, named, gradients, op, call, flags),
             warns=False,
         )
 
