@@ -10,9 +10,10 @@ import numpy as np
 
 import mpidist
 from mpidist import ReplicaContext
+from mpidist._base.names import show_seconds
 from mpidist._cli.bench_command import in_replicas
 from mpidist._cli.facts import Job
-from mpidist._cli.measuring import Bench, Row, show_seconds
+from mpidist._cli.measuring import Bench, Row
 from mpidist._cli.speaking import say
 
 VARIABLES: Final = 20

@@ -7,7 +7,8 @@ from typing import Any
 from matplotlib import ticker
 from matplotlib.figure import Figure  # without pyplot: no windows, no state
 
-from mpidist._cli.measuring import show_seconds, show_size
+from mpidist._base.names import show_seconds
+from mpidist._cli.measuring import show_size
 
 # The colours of Okabe and Ito, which colour-blind people can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")

@@ -27,8 +27,9 @@ import aims
 import draw
 import nodes
 
+from mpidist._base.names import show_seconds
 from mpidist._cli import bench_command
-from mpidist._cli.measuring import show_seconds, show_size
+from mpidist._cli.measuring import show_size
 
 MARKER = re.compile(
     r"(<!-- (table|compare|ratios|picture|facts): ([^>]*?) -->\n)(.*?)(<!-- end -->)",

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpidist._base.names import show_seconds
 from mpidist._cli import run_command
-from mpidist._cli.measuring import show_seconds, show_size
+from mpidist._cli.measuring import show_size
 
 BENCHMARKS = Path(__file__).resolve().parent
 CASES = ("all_reduce", "all_gather", "merge_call", "strategy")

@@ -1,4 +1,4 @@
-"""The command line: `mpidist run`, `info`, `check` and `bench`."""
+"""The command line."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import mpidist
 from mpidist import ReplicaContext
+from mpidist._base.names import counted
 from mpidist._base.types import HostArray
 from mpidist._cli import facts
 from mpidist._cli.facts import Job
@@ -175,6 +176,9 @@ def bench(
         known = ", ".join(cases)
         parser.error(f"argument NAME: expected one of {known}, got {unknown[0]!r}")
     job = Job()
+    if job.stranger:
+        job.free()
+        raise UsageError(job.stranger)
     _write(job, given.json, "", "a")
     more = describe(job)
     run = Bench(job, given.sizes, given.seconds, quick=given.quick)
@@ -240,7 +244,7 @@ def header(record: Mapping[str, Any]) -> str:
     machine, software = record["machine"], record["software"]
     kind = "simulated nodes" if record["simulated"] else "nodes"
     nodes = "" if record["nodes"] == 1 else f" on {record['nodes']} {kind}"
-    ranks = f"{facts.counted(record['ranks'], 'rank')}{nodes}"
+    ranks = f"{counted(record['ranks'], 'rank')}{nodes}"
     return (
         f"mpidist {software['mpidist']}: {ranks}; {record['date']}\n"
         f"{software['mpi']}, mpi4py {software['mpi4py']}, NumPy {software['numpy']}, "

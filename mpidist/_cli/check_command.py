@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 import mpidist
+from mpidist._base.names import counted
 from mpidist._base.types import HostArray, Nest
 from mpidist._cli import facts, folder_check, system_checks
 from mpidist._cli.facts import (
@@ -82,8 +83,8 @@ def _ranks(job: _Job) -> Finding:
     if total != job.size * (job.size - 1) // 2:
         raise CheckFailedError(f"the sum of all ranks is {total}", _LIBRARY)
     more = "; start more with mpirun -n N" if job.size == 1 else ""
-    nodes = facts.counted(len(job.nodes), "node")
-    return ok(f"{facts.counted(job.size, 'rank')} on {nodes}{more}")
+    nodes = counted(len(job.nodes), "node")
+    return ok(f"{counted(job.size, 'rank')} on {nodes}{more}")
 
 
 def _strategy(job: _Job) -> Finding:
@@ -129,7 +130,7 @@ def _gather(job: _Job) -> Finding:
     found = job.run(lambda ctx: ctx.all_gather(np.full(rank + 1, rank), 0))
     if not np.array_equal(found, expected):
         raise CheckFailedError(f"got {found.tolist()!r:.60}")
-    return ok(f"{len(expected)} rows of {size} ranks")
+    return ok(f"{counted(len(expected), 'row')} of {counted(size, 'rank')}")
 
 
 def _merge_call(job: _Job) -> Finding:

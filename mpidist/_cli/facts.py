@@ -24,6 +24,7 @@ from mpidist import _native
 from mpidist._base import gpus, machine
 from mpidist._base.environment import read_environment
 from mpidist._base.errors import format_ranks, ranks_by
+from mpidist._base.names import counted
 from mpidist._cli.speaking import UsageError, let_the_first_speak
 from mpidist._mpi import launcher, library, versions
 from mpidist._strategy.strategy import group_of
@@ -296,11 +297,6 @@ def transport_facts(strategy: mpidist.Strategy) -> dict[str, Facts]:
         }
         for kind, (name, reason) in reasons.items()
     }
-
-
-def counted(number: int, what: str, several: str = "") -> str:
-    """Return for example ``1 node``, ``2 nodes``."""
-    return f"{number} {what if number == 1 else several or f'{what}s'}"
 
 
 def sizes_text(sizes: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 import mpidist
+from mpidist._base.names import show_seconds
 from mpidist._base.types import HostArray
 from mpidist._cli.facts import Job, WrongResultError
 from mpidist._cli.speaking import say
@@ -314,18 +315,3 @@ def show_size(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"
     return f"{nbytes} B"
-
-
-def show_seconds(seconds: float) -> str:
-    """Return a time with three digits: ``0.84 us``, ``12.3 ms``, ``2.05 s``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= 0.9995 * scale:
-            return f"{_digits(seconds / scale)} {unit}"
-    return f"{seconds / 1e-6:.2f} us"
-
-
-def _digits(number: float) -> str:
-    """Return a number with three significant digits, never with an exponent."""
-    if number >= 99.95:
-        return f"{number:,.0f}"
-    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

@@ -15,6 +15,7 @@ from typing import Final
 from mpidist import _native
 from mpidist._base.environment import NAMES
 from mpidist._base.errors import format_ranks
+from mpidist._base.names import counted
 from mpidist._cli.facts import CheckFailedError, Facts, Finding, Job, ok, sizes_text
 from mpidist._cli.run_command import WORDS_OF, version_of
 from mpidist._cli.speaking import UsageError
@@ -197,7 +198,7 @@ def gpus(job: Job) -> Finding:
             "cannot be used",
             "start one rank for each GPU",
         )
-    return ok(f"{count}, for {job.local_size} ranks of a node")
+    return ok(f"{count}, for {counted(job.local_size, 'rank')} of a node")
 
 
 def cores(job: Job) -> Finding:
@@ -214,7 +215,7 @@ def cores(job: Job) -> Finding:
             "OMP_NUM_THREADS is not set: NumPy's BLAS may use all cores in every rank",
             "`export OMP_NUM_THREADS=1`",
         )
-    return ok(f"{text}, for {job.local_size} ranks of a node")
+    return ok(f"{text}, for {counted(job.local_size, 'rank')} of a node")
 
 
 def cores_of(ranks: Sequence[Facts]) -> tuple[int, str]:

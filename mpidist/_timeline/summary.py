@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from mpidist._base.names import counted, show_seconds
 from mpidist._timeline.files import Timeline
 from mpidist._timeline.observer import Span
 
@@ -92,23 +93,23 @@ def summarize(timeline: Timeline) -> str:
     ranks, hosts = len(timeline.hosts), len(set(timeline.hosts.values()))
     calls = [span for span in timeline.spans if span.kind != "section"]
     if not calls:
-        return f"timeline of {_count(ranks, 'rank')}: no calls\n"
+        return f"timeline of {counted(ranks, 'rank')}: no calls\n"
     length = max(span.end for span in calls) - min(span.start for span in calls)
-    where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
+    where = f"{counted(ranks, 'rank')} on {counted(hosts, 'host')}"
     times = times_of(timeline)
-    lines = [f"timeline of {where}, {_seconds(length)} in all", ""]
+    lines = [f"timeline of {where}, {show_seconds(length)} in all", ""]
     lines += _table_of_ranks(timeline, times)
     rank, time = max(times.items(), key=lambda item: item[1].caused)
     if time.caused:
         lines += [
             "",
-            f"slowest: rank {rank}: each other rank waited {_seconds(time.caused)} for "
-            f"it; it came last to {time.late} calls",
+            f"slowest: rank {rank}: each other rank waited {show_seconds(time.caused)} "
+            f"for it; it came last to {time.late} calls",
         ]
     lines += ["", "largest waits:"]
     waits = largest_waits(timeline)
     lines += [
-        f"{number:>3}  {_seconds(span.waited):>8} at {_seconds(span.start)}: "
+        f"{number:>3}  {show_seconds(span.waited):>8} at {show_seconds(span.start)}: "
         f"rank {span.rank} {_for(span)} in call {span.number}, {_short(span.text)}"
         for number, span in enumerate(waits, 1)
     ] or ["  none"]
@@ -127,7 +128,7 @@ def _table_of_ranks(timeline: Timeline, times: dict[int, RankTime]) -> list[str]
     ]
     for rank, time in times.items():
         spent = time.outside, time.in_calls, time.waiting, time.caused
-        lines.append(line.format(rank, timeline.hosts[rank], *map(_seconds, spent)))
+        lines.append(line.format(rank, timeline.hosts[rank], *map(show_seconds, spent)))
     return lines
 
 
@@ -140,24 +141,12 @@ def _table_of_calls(kinds: Sequence[Sequence[Span]]) -> list[str]:
         for span in calls:
             counts[span.rank] += 1
             sizes[span.rank] += span.nbytes
-        spent = _seconds(_seconds_in(calls)), _seconds(waited)
+        spent = show_seconds(_seconds_in(calls)), show_seconds(waited)
         text = _short(_COUNTER.sub("", calls[0].text))
         most = max(counts.values()), f"{max(sizes.values()):,}"
         lines.append(line.format(most[0], *spent, most[1], text))
     return lines
 
 
-def _seconds(seconds: float) -> str:
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.0f} us"
-
-
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

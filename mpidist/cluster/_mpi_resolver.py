@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpidist._base.names import counted
 from mpidist.cluster._resolvers import ClusterResolver
 from mpidist.cluster._spec import ClusterSpec
 
@@ -90,8 +91,8 @@ class MPIClusterResolver(ClusterResolver):
 
     def __repr__(self) -> str:
         places = ", ".join(dict.fromkeys(self.hosts))
-        count = len(set(self.nodes))
+        nodes = counted(len(set(self.nodes)), "node")
         return (
             f"<mpidist.MPIClusterResolver: task {self._rank} of {len(self.hosts)}, on "
-            f"{count} node{'s' * (count != 1)} ({places})>"
+            f"{nodes} ({places})>"
         )

@@ -11,6 +11,7 @@ from mpidist._agreement.sections import SectionResult, run_section
 from mpidist._base import nest, shuffle_seeds
 from mpidist._base.errors import on_rank, warn_caller
 from mpidist._base.expect import expect
+from mpidist._base.names import counted
 from mpidist._base.types import Nest
 from mpidist._runtime import context
 from mpidist._runtime.group import ReplicaGroup
@@ -221,8 +222,8 @@ class DistributedDataset:
         count, size = input.group.num_replicas, input.batch_size
         facts = {"input": input.text, "elements": elements}
         facts |= describe_split(input.stage, input.policy, size, count)
-        plural = "" if count == 1 else "s"
-        lines = [f"DistributedDataset #{input.number} on {count} replica{plural}"]
+        replicas = counted(count, "replica")
+        lines = [f"DistributedDataset #{input.number} on {replicas}"]
         lines += [f"  {name:<16}{text}" for name, text in facts.items()]
         return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from launching import run_ranks
 from replicas import core_by_mpi, slow
 
 from mpidist import _cli
+from mpidist._base.names import show_seconds
 from mpidist._cli import bench_command
 from mpidist._cli.bench_command import CASES
 from mpidist._cli.facts import Job, WrongResultError
@@ -21,7 +22,6 @@ from mpidist._cli.measuring import (
     Row,
     Timing,
     parse_size,
-    show_seconds,
     show_size,
 )
 

@@ -33,6 +33,9 @@ def test_a_launcher_of_another_mpi(monkeypatch, capsys):
     assert first.startswith("ranks           FAILED  mpirun of MVAPICH2 started 2 pro")
     assert "-> the launcher is that of another MPI library; use the mpirun" in second
     assert last == "1 of 1 checks failed"
+    assert _cli.main(["bench", "--quick"]) == 2
+    error = "mpidist bench: error: mpirun of MVAPICH2 started 2 processes, but to"
+    assert capsys.readouterr().err.startswith(error)
 
 
 def test_folders(tmp_path, monkeypatch):
@@ -53,7 +56,7 @@ def test_gpus_that_ranks_share(monkeypatch):
     job.mine["gpu"] = {"gpus": 0, "reason": "CuPy is not installed"}
     assert system_checks.gpus(job).text.startswith("none: Cu")
     job.mine["gpu"] = {"gpus": 2, "reason": ""}
-    assert system_checks.gpus(job) == ok("2, for 1 ranks of a node")
+    assert system_checks.gpus(job) == ok("2, for 1 rank of a node")
     job.local_size = 4
     found = system_checks.gpus(job)
     assert found.text.startswith("the 4 ranks of a node share its GPUs (2)")
