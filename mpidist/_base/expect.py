@@ -72,7 +72,7 @@ def as_path(call: str, path: Any, hint: str = "") -> str:
 
 
 def as_row_weights(call: str, weights: Any, shape: Shape) -> Any:
-    """Return weights whose axes are the first ones of an array.
+    """Return weights whose axes are the first ones of an array, and for others 1 long.
 
     Their last axes of length 1 that the array lacks are left out.
 
@@ -92,4 +92,4 @@ def as_row_weights(call: str, weights: Any, shape: Shape) -> Any:
             f"{call}: expected a number, or `sample_weight` of shape {shape}, or of "
             f"its first axes, got {weights.dtype} {tuple(weights.shape)}"
         )
-    return weights.reshape(own)
+    return weights.reshape(own + (1,) * (len(shape) - len(own)))

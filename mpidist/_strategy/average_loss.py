@@ -274,9 +274,7 @@ def row_factors(sample_weight: Nest, losses: Any, call: str, cast: bool = True) 
         TypeError, ValueError: if they are not numbers, or of another shape.
     """
     weights = like(sample_weight, losses, call, cast)
-    weights = as_row_weights(call, weights, tuple(losses.shape))
-    after = losses.ndim - weights.ndim
-    return weights.reshape(tuple(weights.shape) + (1,) * after)
+    return as_row_weights(call, weights, tuple(losses.shape))
 
 
 def _listed(x: Nest, call: str) -> Nest:

@@ -318,10 +318,8 @@ def _weights(sample_weight: Nest, shape: Shape, call: str) -> HostArray:
     """Return weights, with axes of length 1 for missing ones; a number as it is."""
     if sample_weight is None:
         return np.ones((1,) * len(shape))
-    given = _array(sample_weight, call).astype(np.float64)
-    w: HostArray = as_row_weights(call, given, shape)
-    missing = len(shape) - w.ndim if given.ndim else 0
-    return w.reshape(w.shape + (1,) * missing)
+    w = _array(sample_weight, call).astype(np.float64)
+    return as_row_weights(call, w, shape) if w.ndim else w
 
 
 def _each_weight(sample_weight: Nest, shape: Shape, call: str) -> HostArray:
