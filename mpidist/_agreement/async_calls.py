@@ -109,7 +109,7 @@ class CollectiveHandle(Generic[_T]):
             return self._value
         except BaseException as error:
             if error is not self._error:
-                guard.interrupted(self._name, error)
+                guard.breakdown.interrupted(self._name, error)
             raise
         finally:
             del self, guard  # which the traceback of the error refers to
@@ -128,7 +128,7 @@ class CollectiveHandle(Generic[_T]):
             try:
                 self._value = make()
             except BaseException as error:
-                self._guard.interrupted(self._name, error)
+                self._guard.breakdown.interrupted(self._name, error)
                 if at_once and not isinstance(error, Exception):
                     raise
                 trace = error.__traceback__  # without this frame, which refers to it

@@ -16,7 +16,7 @@ import enum
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from threading import get_ident
+from threading import current_thread, get_ident
 from typing import Final
 
 from mpidist._agreement.call_state import CallState
@@ -29,7 +29,9 @@ from mpidist._base.errors import (
     CollectiveTimeoutError,
     ReplicaLostError,
     format_ranks,
+    is_interruption,
     on_rank,
+    told_by,
 )
 from mpidist._mpi import survival
 from mpidist._mpi.any_communicator import AnyCommunicator
@@ -191,6 +193,35 @@ class Breakdown:
             self.repeat_notice()
             state.channel.leave()
         return error
+
+    def interrupted(self, what: str, error: BaseException) -> bool:
+        """Tell the others if a signal's exception, or the like, has left a call.
+
+        It can come at any line, so it is not known how much of the call is done, and
+        the strategy is unusable from then on. To be called in the outermost ``except``
+        of everything that ranks do together (`mpidist._runtime.interruptions`).
+
+        Returns:
+            Whether ``error`` is such an exception.
+        """
+        alone = self.state is State.ALONE
+        if alone or told_by(error) is not None or not is_interruption(error):
+            return False
+        self.abandon(what, error)
+        self.repeat_notice()
+        return True
+
+    def two_threads(self, where: str, call: Call) -> BaseException:
+        """Break off a call in one thread while another is in one; return what to raise.
+
+        Ranks may order the calls of threads differently, and mix their data.
+        """
+        text = (
+            f"another thread of rank {self._comm.rank}{where}, and thread "
+            f"{current_thread().name!r} calls {call.text}; make the calls of a "
+            "strategy from one thread, one after the other"
+        )
+        return self.abandon(call.text, RuntimeError(at_ends(text)))
 
     def repeat_notice(self) -> None:
         """Tell the others that this rank has left, if an earlier attempt failed.

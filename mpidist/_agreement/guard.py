@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from threading import current_thread, get_ident
+from threading import get_ident
 from typing import Final, TypeVar
 
 from mpidist._agreement.async_calls import AsyncCalls
@@ -44,10 +44,9 @@ from mpidist._agreement.channel import (
     SelfChannel,
 )
 from mpidist._agreement.mismatch import Call, ErrorKind, summarize_exception
-from mpidist._agreement.notices import at_ends
 from mpidist._agreement.reports import Reports
 from mpidist._agreement.waiting import Waits
-from mpidist._base.errors import CollectiveError, is_interruption, told_by
+from mpidist._base.errors import CollectiveError, told_by
 from mpidist._base.fingerprint import fingerprint_of
 from mpidist._mpi.any_communicator import AnyCommunicator
 from mpidist._timeline.observer import NOTHING
@@ -67,7 +66,6 @@ class Guard(CallState):
         enabled: whether calls are compared.
 
     Attributes:
-        rank: of this process.
         checks: whether calls are compared with those of other ranks.
         breakdown: whether calls can still be made, and what happens when they cannot.
         waits: of this rank for the others.
@@ -100,7 +98,6 @@ class Guard(CallState):
     ) -> None:
         super().__init__(channel or SelfChannel(), timeout_seconds)
         self._comm = comm
-        self.rank: int = comm.rank
         self.enable(enabled)
         self.breakdown: Breakdown = Breakdown(comm, self)
         self.waits: Waits = Waits(comm, self, self.breakdown, stall_seconds)
@@ -143,9 +140,7 @@ class Guard(CallState):
         before = breakdown.state is State.ALONE
         if before is not alone and not breakdown.why:
             breakdown.state = State.ALONE if alone else State.USABLE
-            self.blocked = True
-            if not alone:
-                self.update_blocked()
+            self.update_blocked()
         return before
 
     def update_blocked(self) -> None:
@@ -227,33 +222,15 @@ class Guard(CallState):
         Raises:
             RuntimeError: if another thread is in a call.
         """
-        if self.channel.busy or (self.mover and self.mover != get_ident()):
-            self._refuse(call)
+        busy = self.channel.busy or (self.mover and self.mover != get_ident())
+        # Threads may share a strategy of one replica, which has no order of calls. What
+        # has left a call that was broken off may still hold the channel.
+        if busy and not self.broken and self._comm.size > 1:
+            where = f", or what a signal has interrupted, is in {self.call.text}"
+            raise self.breakdown.two_threads(where, call)
         self.previous_call, self.call = self.call, call
         self.timeout = self.timeout_seconds if timeout is None else timeout
         return int(self.timeout * 1000)
-
-    def _refuse(self, call: Call) -> None:
-        """Raise, since another thread is in a call; the others learn of it.
-
-        Threads may share a strategy of one replica, which has no order of calls. What
-        has left a call that was broken off may still hold the channel.
-        """
-        if not self.broken and self._comm.size > 1:
-            where = f", or what a signal has interrupted, is in {self.call.text}"
-            raise self.two_threads(where, call)
-
-    def two_threads(self, where: str, call: Call) -> BaseException:
-        """Break off a call in one thread while another is in one; return what to raise.
-
-        Ranks may order the calls of threads differently, and mix their data.
-        """
-        text = (
-            f"another thread of rank {self.rank}{where}, and thread "
-            f"{current_thread().name!r} calls {call.text}; make the calls of a "
-            "strategy from one thread, one after the other"
-        )
-        return self.abandon(call, RuntimeError(at_ends(text)))
 
     def enter(self, call: Call, timeout: float | None = None) -> int:
         """Begin a call whose header the caller exchanges; return its time-out in ms."""
@@ -376,23 +353,6 @@ class Guard(CallState):
         """
         return self.breakdown.abandon((call or self.call).text, error)
 
-    def interrupted(self, what: str, error: BaseException) -> bool:
-        """Tell the others if a signal's exception, or the like, has left a call.
-
-        It can come at any line, so it is not known how much of the call is done, and
-        the strategy is unusable from then on. To be called in the outermost ``except``
-        of everything that ranks do together (`mpidist._runtime.interruptions`).
-
-        Returns:
-            Whether ``error`` is such an exception.
-        """
-        alone = self.breakdown.state is State.ALONE
-        if alone or told_by(error) is not None or not is_interruption(error):
-            return False
-        self.breakdown.abandon(what, error)
-        self.breakdown.repeat_notice()
-        return True
-
     def fail(
         self, call: Call, error: BaseException, kind: ErrorKind = "invalid"
     ) -> BaseException:
@@ -430,8 +390,7 @@ class Guard(CallState):
 
     def enter_section(self) -> None:
         """Enter a section."""
-        if self.async_calls is not None:
-            self.settle()
+        self.settle()
         self.sections.append(self.deserted)
 
     def leave_section(self) -> None:

@@ -16,7 +16,7 @@ from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
 from mpidist._agreement.guard import Guard
 from mpidist._agreement.mismatch import Call, call_of
-from mpidist._mpi.any_communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import MESSAGE_BYTES, AnyCommunicator
 from mpidist._timeline.observer import Observers, Span, observed
 
 _MESSAGE_ROOM: Final = 2**20
@@ -82,7 +82,7 @@ class RootMessages:
             except BaseException as error:
                 raise guard.abandon(_SENDING, error) from error.__cause__
             return
-        short = len(data) < comm.message_bytes
+        short = len(data) < MESSAGE_BYTES
         head = b"\1" + data if short else b"\0" + len(data).to_bytes(8, "little")
         guard.waits.wait(comm.start_message(head), "a message")
         if not short:

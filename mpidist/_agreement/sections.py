@@ -128,7 +128,7 @@ def join(guard: Guard, call: Call, section: SectionResult) -> BaseException | No
 def _join(guard: Guard, call: Call, section: SectionResult) -> BaseException | None:
     error, kind = section.error, section.kind
     if error is not None:
-        guard.interrupted(call.text, error)
+        guard.breakdown.interrupted(call.text, error)
     if guard.async_calls is not None:
         error = guard.async_calls.drain(error)
     if guard.blocked:

@@ -375,7 +375,7 @@ def put(
             # The others see that header, and restore all, whatever comes to this.
             assign()
             raise guard.abandon(None, error) from None
-        guard.interrupted(call.name, error)
+        guard.breakdown.interrupted(call.name, error)
         _put_back(call, before, error)
         raise
 

@@ -27,23 +27,6 @@ from mpidist._mpi.buffers import BufferReduction
 NcclCommunicator: TypeAlias = Any
 """A `cupy.cuda.nccl.NcclCommunicator`; CuPy has no types."""
 
-# dtype -> (name of NCCL's type, number of them in one element). NCCL user guide,
-# "Types": there are no 16-bit integers, no bool and no complex types. A complex sum
-# consists of the sums of its parts.
-_TYPES: Final[dict[str, tuple[str, int]]] = {
-    "int8": ("NCCL_INT8", 1),
-    "uint8": ("NCCL_UINT8", 1),
-    "int32": ("NCCL_INT32", 1),
-    "uint32": ("NCCL_UINT32", 1),
-    "int64": ("NCCL_INT64", 1),
-    "uint64": ("NCCL_UINT64", 1),
-    "float16": ("NCCL_FLOAT16", 1),
-    "bfloat16": ("NCCL_BFLOAT16", 1),
-    "float32": ("NCCL_FLOAT32", 1),
-    "float64": ("NCCL_FLOAT64", 1),
-    "complex64": ("NCCL_FLOAT32", 2),
-    "complex128": ("NCCL_FLOAT64", 2),
-}
 _FEW: Final = 3
 _LONGEST_CONNECT: Final = 300.0  # seconds
 _LATE: Final = "it did not find all ranks within"
@@ -173,15 +156,18 @@ class NcclTransport(Transport):
         self._communicator.abort()
 
     def _find(self, dtype: DType, op: str) -> _Reduction | None:
-        """Return how NCCL reduces a dtype; None if it has no such type or operation."""
-        name, parts = _TYPES.get(dtype.name, ("", 0))
-        if parts == 0 or (parts > 1 and op != "SUM"):
-            return None
-        type_number = getattr(self._nccl, name, None)  # older ones have no bfloat16
+        """Return how NCCL reduces a dtype; None if it has no such type or operation.
+
+        It has no 16-bit integers, no bool, no complex types, and older ones no bfloat16
+        (NCCL user guide, "Types"). A complex sum consists of the sums of its parts.
+        """
+        is_complex = dtype.kind == "c"
+        name = f"float{4 * dtype.itemsize}" if is_complex else dtype.name
+        type_number = getattr(self._nccl, f"NCCL_{name.upper()}", None)
         op_number = getattr(self._nccl, f"NCCL_{op}", None)
-        if type_number is None or op_number is None:
+        if type_number is None or op_number is None or (is_complex and op != "SUM"):
             return None
-        return _Reduction(int(type_number), parts, int(op_number))
+        return _Reduction(int(type_number), 1 + is_complex, int(op_number))
 
 
 def connect(

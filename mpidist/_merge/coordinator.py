@@ -89,7 +89,7 @@ class Coordinator:
         except BaseException as error:
             guard.set_alone(False)
             if self._several:
-                guard.interrupted("merge_call", error)
+                guard.breakdown.interrupted("merge_call", error)
                 if not guard.broken:
                     self._send_error(error)
                     as_told(error, group.communicator.identity)
@@ -227,7 +227,7 @@ class Coordinator:
         guard = self._guard
         guard.before_call = None
         guard.set_alone(False)
-        guard.interrupted(call, error)
+        guard.breakdown.interrupted(call, error)
         guard.set_alone(True)
 
     # --- updates ------------------------------------------------------------------

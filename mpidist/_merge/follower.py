@@ -153,7 +153,7 @@ class Follower:
             raise
         except BaseException as error:
             guard.set_alone(False)
-            guard.interrupted("an update", error)
+            guard.breakdown.interrupted("an update", error)
             if guard.broken:
                 raise
             what = "an update" if update is None else update.describe()
@@ -193,7 +193,7 @@ class Follower:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            collectives.guard.interrupted(name, error)
+            collectives.guard.breakdown.interrupted(name, error)
             if collectives.guard.broken:
                 raise
             return error

@@ -37,7 +37,6 @@ class AnyCommunicator:
         smallest_node: the fewest ranks of a node; the same on all ranks.
         node_numbers: the node of each rank, from 0 in the order of their first ranks.
         host_names: the machine of each rank.
-        message_bytes: the most bytes of a message that is sent at once.
         identity: the same on all ranks, and of no other communicator.
         outlives_ranks: whether the job goes on when a rank dies (`survival.is_on`).
         traffic: what this rank has communicated.
@@ -51,7 +50,6 @@ class AnyCommunicator:
     local_size: int = 1
     num_nodes: int = 1
     smallest_node: int = 1
-    message_bytes = MESSAGE_BYTES
     identity: str = ""
     outlives_ranks: bool = False
 

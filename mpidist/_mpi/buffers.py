@@ -34,6 +34,7 @@ from mpidist._mpi.ops import op_of
 from mpidist._mpi.requests import Transfer, Waiter
 
 _MOST_UNIFIED: Final = 2**16  # bytes
+_MOST_MERGED: Final = 2**22
 
 Buffer: TypeAlias = Array
 """A one-dimensional, C-contiguous array on the host or on a GPU."""
@@ -393,6 +394,29 @@ class BufferCollectives:
                     place = [whole[at : at + size], (sizes, [0] * self.size)]
                 yield here, place
 
+    def merge(self, own: HostArray, counts: Sequence[int]) -> HostArray:
+        """Return the concatenation of small arrays of all ranks, in rank order.
+
+        Up to 4 MiB by an all-reduce, to which each rank gives zeros for the others.
+        Open MPI's all-gathers connect each rank with every other (over TCP that takes a
+        descriptor for each of them, which ends at a thousand ranks), its all-reduces
+        with a few.
+
+        Args:
+            own: integers, this rank's ``counts[rank]``.
+            counts: elements of each rank; the same on all ranks.
+        """
+        most = max(counts)
+        if self.size * most * own.itemsize > _MOST_MERGED:
+            result = np.empty(sum(counts), own.dtype)
+            self.all_gather(own, result, counts)
+            return result
+        rows = np.zeros((self.size, most), own.dtype)
+        rows[self.rank, : own.size] = own
+        if most:
+            self.move(self.comm.Iallreduce, self._mpi.IN_PLACE, rows, self._mpi.BOR)
+        return np.concatenate([row[:n] for row, n in zip(rows, counts, strict=True)])
+
     def exchange(self, send: Buffer, receive: Buffer) -> None:
         """Send row k of ``send`` to rank k, and receive row k from it."""
         self.move(self.comm.Ialltoall, send, receive)
@@ -411,37 +435,6 @@ def _has_iallgatherv() -> bool:
 def starts_of(counts: Sequence[int]) -> list[int]:
     """Return where the part of each rank begins."""
     return [0, *itertools.accumulate(counts)][:-1]
-
-
-def merge_rows(
-    comm: MpiComm,
-    own: HostArray,
-    counts: Sequence[int],
-    move: Callable[..., object],
-) -> HostArray:
-    """Concatenate small arrays of all ranks, on all of them. Collective.
-
-    Each rank sends and receives zeros for the others. Open MPI's all-gathers connect
-    each rank with every other (over TCP that takes a descriptor for each of them, which
-    ends at a thousand ranks), its all-reduces with a few.
-
-    Args:
-        comm: the communicator.
-        own: integers, this rank's ``counts[rank]``.
-        counts: elements of each rank; the same on all ranks.
-        move: starts a collective with its arguments, and waits for it.
-    """
-    mpi, rows = mpi_module(), np.zeros((len(counts), max(counts)), own.dtype)
-    rows[comm.Get_rank(), : own.size] = own
-    if rows.size:
-        move(comm.Iallreduce, mpi.IN_PLACE, rows, mpi.BOR)
-    return np.concatenate([row[:n] for row, n in zip(rows, counts, strict=True)])
-
-
-def split(texts: HostArray, counts: list[int]) -> list[bytes]:
-    """Return the bytes of each rank."""
-    ends = itertools.accumulate(counts)
-    return [texts[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
 
 
 def _unify_nans(total: HostArray) -> None:

@@ -32,17 +32,10 @@ from mpidist import _native
 from mpidist._base import machine
 from mpidist._base.environment import AllReduceChoice
 from mpidist._base.reduce_op import MPIOp
-from mpidist._base.types import HostArray
 from mpidist._mpi import between, collective_release, survival, versions
 from mpidist._mpi.allreduce_algorithm import Algorithm, chosen_algorithm
 from mpidist._mpi.any_communicator import MESSAGE_BYTES, AnyCommunicator
-from mpidist._mpi.buffers import (
-    Buffer,
-    BufferCollectives,
-    BufferReduction,
-    merge_rows,
-    split,
-)
+from mpidist._mpi.buffers import Buffer, BufferCollectives, BufferReduction
 from mpidist._mpi.duplication import duplicate
 from mpidist._mpi.library import MpiComm, give_launcher_time, mpi_module
 from mpidist._mpi.requests import Begun, Request, StartHeader, Transfer, Waiter
@@ -54,7 +47,6 @@ _PROBES: Final = 4
 _KEY_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("=q")  # of a message, before its bytes
 _WORDS: Final = 6  # of a header without the core
-_MOST_MERGED: Final = 4 << 20  # bytes that `merge_rows` gathers
 _LAUNCHER_SECONDS: Final = 2  # until it knows which process has died elsewhere
 
 
@@ -107,6 +99,8 @@ class Communicator(AnyCommunicator):
         self._comm = duplicate(comm, waiter.wait)
         self.rank = self._comm.Get_rank()
         self.size = self._comm.Get_size()
+        self._algorithm: Algorithm | None = None
+        self.buffers: BufferCollectives = self._new_buffers(self._comm)
 
         def rank_info() -> dict[str, Any]:
             host = mpi_module().Get_processor_name()
@@ -123,8 +117,8 @@ class Communicator(AnyCommunicator):
             }
 
         text = versions.write(problem, rank_info)
-        texts = versions.exchange(self._comm, waiter.wait, text)
-        rank_infos, error = versions.judge(self.rank, texts)
+        # By MPI alone: another rank may have another version of all code above MPI.
+        rank_infos, error = versions.judge(self.rank, self._gather_bytes(text))
         if error is not None:  # all ranks raise it
             self._comm.Free()
             raise error
@@ -132,12 +126,9 @@ class Communicator(AnyCommunicator):
         gathers, in_flight = max(info["allreduce"] for info in rank_infos)
         self._message = memoryview(bytearray(_LENGTH.size + MESSAGE_BYTES))
         self._words = np.zeros((self.size + 1, _WORDS), np.int64)
-        self._algorithm: Algorithm | None = None
         if in_flight:
-            self._algorithm = chosen_algorithm(
-                AllReduceChoice(bool(gathers), in_flight)
-            )
-        self.buffers: BufferCollectives = self._new_buffers(self._comm)
+            choice = AllReduceChoice(bool(gathers), in_flight)
+            self.buffers.algorithm = self._algorithm = chosen_algorithm(choice)
         self._find_node(rank_infos)
         self.identity = rank_infos[0]["key"]
         self._resource = collective_release.CollectiveResource(
@@ -310,7 +301,8 @@ class Communicator(AnyCommunicator):
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         counts = [row[0] for row in self._gather_integers([len(data)])]
-        return split(self._gather_rows(np.frombuffer(data, np.uint8), counts), counts)
+        texts = self.buffers.merge(np.frombuffer(data, np.uint8), counts)
+        return [x.tobytes() for x in np.split(texts, np.cumsum(counts)[:-1])]
 
     def all_gather_integers(self, numbers: list[int]) -> list[list[int]]:
         """Return the (equally many) integers of each rank, on all ranks."""
@@ -319,18 +311,11 @@ class Communicator(AnyCommunicator):
 
     def _gather_integers(self, numbers: list[int]) -> list[list[int]]:
         own, count = np.array(numbers, np.int64), len(numbers)
-        rows = self._gather_rows(own, [count] * self.size)
+        rows = self.buffers.merge(own, [count] * self.size)
         return rows.reshape(self.size, count).tolist()
 
-    def _gather_rows(self, own: HostArray, counts: list[int]) -> HostArray:
-        if self.size * max(counts) * own.itemsize <= _MOST_MERGED:
-            return merge_rows(self._comm, own, counts, self.buffers.move)
-        rows = np.empty(sum(counts), own.dtype)
-        self.buffers.all_gather(own, rows, counts)
-        return rows
-
     def start_message(self, data: bytes | None) -> Request:
-        """Start sending at most `message_bytes` from rank 0 to all.
+        """Start sending at most `MESSAGE_BYTES` from rank 0 to all.
 
         Args:
             data: None on the ranks that wait for it.

@@ -5,9 +5,10 @@ each rank. So ranks first tell each other on a new communicator which software t
 have. If it does not match, all of them raise, with both sides in the message.
 
 Protocol: each rank sends one text to all ranks (sizes as 64-bit integers, then bytes,
-both by `merge_rows`). It is JSON in ASCII, with its own format number. Ranks whose
-versions differ in everything else must still be able to read it, so nothing is pickled,
-and neither the exchange nor the keys "format", "must" and "problem" may ever change.
+both by `BufferCollectives.merge`). It is JSON in ASCII, with its own format number.
+Ranks whose versions differ in everything else must still be able to read it, so nothing
+is pickled, and neither the exchange nor the keys "format", "must" and "problem" may
+ever change.
 With it goes all that a rank must tell the others before they can work together
 ("about"): where it is, what it can, what it no longer uses. With many ranks each
 exchange more is slow.
@@ -54,9 +55,6 @@ from mpidist._base.errors import (
     on_rank,
     ranks_by,
 )
-from mpidist._base.memory import leak
-from mpidist._mpi.buffers import merge_rows, split
-from mpidist._mpi.library import MpiComm, MpiRequest
 from mpidist._version import __version__
 
 _FORMAT: Final = 2  # of "about" too
@@ -118,33 +116,6 @@ def write(problem: str = "", more: Callable[[], dict[str, Any]] = dict) -> bytes
         problem = problem or f"{type(error).__name__}: {error}"
     text = {"format": _FORMAT, "must": must, "problem": problem, "about": about}
     return json.dumps(text).encode("ascii")
-
-
-def exchange(
-    comm: MpiComm, wait: Callable[[MpiRequest, str], None], text: bytes
-) -> list[bytes]:
-    """Return the text of each rank of a new communicator. Collective: the first call.
-
-    It uses MPI alone: another rank may have another version of all code above MPI.
-
-    Args:
-        comm: the communicator.
-        wait: waits for a request of the call with this name.
-        text: of this rank (`write`).
-    """
-
-    def move(call: Callable[..., MpiRequest], *arguments: Any) -> None:
-        request = call(*arguments)
-        try:
-            wait(request, _CALL)
-        except BaseException:
-            leak(arguments)
-            raise
-
-    own = np.frombuffer(text, np.uint8)
-    length = np.array([own.size], np.int64)
-    counts = merge_rows(comm, length, [1] * comm.Get_size(), move).tolist()
-    return split(merge_rows(comm, own, counts, move), counts)
 
 
 def judge(

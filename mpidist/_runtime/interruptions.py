@@ -39,7 +39,8 @@ def left(group: ReplicaGroup, call: str, error: BaseException) -> None:
         call: the name of the call.
         error: the exception.
     """
-    if group.guard.interrupted(call, error) and _is_outermost(sys._getframe(1)):
+    interrupted = group.guard.breakdown.interrupted(call, error)
+    if interrupted and _is_outermost(sys._getframe(1)):
         context.unwind()
 
 

@@ -54,7 +54,7 @@ def _call_for_each_replica(
     several = group.num_replicas > 1 and group.guard.sections
     if several and context.runs_elsewhere(group):
         where = " is in a replica function"
-        raise group.guard.two_threads(where, call_of(f"run({name})"))
+        raise group.guard.breakdown.two_threads(where, call_of(f"run({name})"))
 
     def body(section: SectionResult) -> Nest:
         hint = "write `strategy.run(fn, args=(x,))`, not `strategy.run(fn(x))`"

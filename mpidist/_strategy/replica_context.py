@@ -80,7 +80,8 @@ class ReplicaContext:
         is_other = any(one != get_ident() for one, _ in self._entered[-1:])
         if is_other and self._group.num_replicas > 1:
             where = " is in a `with` block of the same replica context"
-            raise self._group.guard.two_threads(where, call_of("ReplicaContext"))
+            call = call_of("ReplicaContext")
+            raise self._group.guard.breakdown.two_threads(where, call)
         frame = context.Frame(self._group, context.Level.REPLICA, replica_context=self)
         frame.__enter__()
         self._entered.append((get_ident(), frame))

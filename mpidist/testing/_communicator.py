@@ -17,7 +17,7 @@ from mpidist._base import backend
 from mpidist._base.errors import CollectiveTimeoutError, format_ranks, on_rank
 from mpidist._base.reduce_op import COMBINE, MPIOp
 from mpidist._base.types import Array, HostArray
-from mpidist._mpi.any_communicator import AnyCommunicator
+from mpidist._mpi.any_communicator import MESSAGE_BYTES, AnyCommunicator
 from mpidist._mpi.buffers import Buffer, BufferReduction
 from mpidist._mpi.requests import Begun, Request, StartHeader
 from mpidist._mpi.traffic import Traffic
@@ -134,7 +134,7 @@ class ThreadCommunicator(AnyCommunicator):
 
     def start_message(self, data: bytes | None) -> Pending:
         """Start sending bytes from rank 0 to all; ``data`` is None on the receivers."""
-        self.traffic.count("Ibcast", self.message_bytes)
+        self.traffic.count("Ibcast", MESSAGE_BYTES)
         return self.start("a message of rank 0", data, root=0)
 
     def start_send(self, data: bytes, receiver: int) -> Request:
