@@ -50,7 +50,11 @@ def replace(path: str, write: Callable[[str, int], None]) -> None:
     number = _next_number(path)
     clean(parent, os.path.basename(path))
     if number > 1:
-        _delete_unnamed(path)
+        # Each job that is killed between the two renames leaves an array file, and they
+        # may fill the disk. Those of a checkpoint whose manifest is damaged stay.
+        with contextlib.suppress(OSError, CheckpointError):
+            if len(os.listdir(path)) > 2:
+                _delete_files(path, keep=read_manifest(path).file)
     beside = _beside(path)
     os.mkdir(beside)
     mode = stat.S_IMODE(os.stat(beside).st_mode)
@@ -165,17 +169,6 @@ def _move_into(beside: str, path: str) -> str:
     os.rename(os.path.join(beside, manifest), os.path.join(path, manifest))
     sync_directory(path)
     return data
-
-
-def _delete_unnamed(path: str) -> None:
-    """Delete the array files that killed jobs have left in a checkpoint.
-
-    Each job that is killed between the two renames leaves one, and they may fill the
-    disk. Those of a checkpoint whose manifest is damaged stay.
-    """
-    with contextlib.suppress(OSError, CheckpointError):
-        if len(os.listdir(path)) > 2:
-            _delete_files(path, keep=read_manifest(path).file)
 
 
 def _delete_files(path: str, keep: str) -> None:

@@ -90,7 +90,12 @@ def input_of(dataset: object, call: str) -> Stage:
     """Return the stage for a user's dataset."""
     if isinstance(dataset, Dataset):
         return stage_of(dataset)
-    if _holds_rows(dataset):
+    is_array = is_nest(dataset)  # or a nest of arrays: a tuple or dict is one element
+    if isinstance(dataset, list):
+        is_array = bool(dataset) and all(
+            isinstance(part, (int, float, complex)) for part in dataset
+        )
+    if is_array:
         raise TypeError(
             f"{call}: got {_describe(dataset)}, which is not a dataset of batches; "
             "write `mpidist.data.Dataset.from_tensor_slices(x).batch(batch_size)` for "
@@ -100,13 +105,6 @@ def input_of(dataset: object, call: str) -> Stage:
     what = "a `mpidist.data.Dataset`, a list of batches, or an iterable of them"
     expect(indexed or hasattr(dataset, "__iter__"), call, what, dataset)
     return Items(dataset, call)
-
-
-def _holds_rows(x: object) -> bool:
-    """Whether this is an array, or a nest of arrays: a tuple or dict is one element."""
-    if isinstance(x, list):
-        return bool(x) and all(isinstance(part, (int, float, complex)) for part in x)
-    return is_nest(x)
 
 
 def _describe(x: object) -> str:

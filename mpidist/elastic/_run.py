@@ -257,7 +257,13 @@ class _Survivor:
                 self._finish(current)
                 return result
             try:
-                self._give_up(current)
+                current.give_up()
+                self._close(_LOST)
+                self._storage.end(
+                    "it belongs to a strategy of which a replica was lost. `elastic."
+                    "run` has made it anew; take it from `state` in each call of "
+                    "`train`"
+                )
             except BaseException:
                 current.leave()
                 raise
@@ -324,15 +330,6 @@ class _Survivor:
             text = "elastic.run: a replica has died in the last checkpoint"
             raise ReplicaLostError(text, (), "elastic.run")
         return result
-
-    def _give_up(self, current: Round) -> None:
-        """Leave a round in which a replica was lost."""
-        current.give_up()
-        self._close(_LOST)
-        self._storage.end(
-            "it belongs to a strategy of which a replica was lost. `elastic.run` has "
-            "made it anew; take it from `state` in each call of `train`"
-        )
 
     def _close(self, why: str) -> None:
         strategy = None if self._strategy is None else self._strategy()

@@ -234,18 +234,13 @@ def one_hot(y_true: Nest, y_pred: Nest) -> Pair:
     n = pred.shape[-1]
     classes = like(np.arange(n), pred, call, cast=False)
     true = like(y.true[..., None] == classes, pred, call)
-    if not _is_traced(true):
+    jax = guests.library("jax")
+    if jax is None or not isinstance(true, jax.core.Tracer):  # it has values
         known = bool((true.sum(-1) == 1).all())
         what = f"labels that are ints from 0 to {n - 1}"
         hint = "give rows without a label another one, and a `sample_weight` of 0"
         expect(known, call, what, y_true, hint, error=ValueError)
     return y._replace(true=true)
-
-
-def _is_traced(x: Any) -> bool:
-    """Return whether this is an array of JAX that has no values yet."""
-    jax = guests.library("jax")
-    return jax is not None and isinstance(x, jax.core.Tracer)
 
 
 def log_softmax(xp: Any, x: Any) -> Any:
