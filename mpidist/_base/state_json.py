@@ -77,7 +77,7 @@ class Packed:
     @property
     def number(self) -> int:
         """A number that differs if the state does."""
-        text = json.dumps(_in_order(self.value), sort_keys=True)
+        text = json.dumps(_each_dict(self.value, _sort_pairs), sort_keys=True)
         return fingerprint_of((text, sorted(self.checksums.items())))
 
 
@@ -180,22 +180,23 @@ def unpack(value: Json, tensor: OnTensor) -> State:
         Exception: of any kind, if `pack` does not return such a value.
     """
 
-    def decode(value: Json) -> State:
-        if isinstance(value, list):
-            return [decode(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if not any(key.startswith("$") for key in value):
-            return {key: decode(item) for key, item in value.items()}
-        ((key, content),) = value.items()
+    def decode(found: dict[str, Any]) -> State:
+        if not any(key.startswith("$") for key in found):
+            return found
+        ((key, content),) = found.items()
         if key == "$tensor":
             library, name, device = content
             if library not in _LIBRARIES or not device.isidentifier():
                 raise ValueError(f"a tensor of {library!r} on {device!r}")
             return tensor(library, name, device)
-        return _DECODERS[key](content, decode)
+        return _DECODERS[key](content)
 
-    return decode(value)
+    return _each_dict(value, decode)
+
+
+def _each_dict(value: Json, replace: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return JSON with each of its dicts replaced, the innermost first."""
+    return json.loads(json.dumps(value), object_hook=replace)
 
 
 def tensors_from(read: Callable[[str], HostArray], *, imports: bool = True) -> OnTensor:
@@ -224,23 +225,18 @@ def array_names(values: Iterable[Json]) -> list[str]:
 
 def renamed(value: Json, names: dict[str, str]) -> Json:
     """Return the JSON of a state with other names for some of its arrays."""
-    if isinstance(value, list):
-        return [renamed(item, names) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        library, name, device = value["$tensor"]
-        return {"$tensor": [library, names.get(name, name), device]}
-    return {key: renamed(item, names) for key, item in value.items()}
+
+    def rename(found: dict[str, Any]) -> Json:
+        if "$tensor" in found:
+            library, name, device = found["$tensor"]
+            found["$tensor"] = [library, names.get(name, name), device]
+        return found
+
+    return _each_dict(value, rename)
 
 
-def _in_order(value: Json) -> Json:
-    """Return the JSON of a state with pairs of keys and values in an order of keys."""
-    if isinstance(value, list):
-        return [*map(_in_order, value)]
-    if not isinstance(value, dict):
-        return value
-    found = {key: _in_order(x) for key, x in value.items()}
+def _sort_pairs(found: dict[str, Any]) -> Json:
+    """Put the pairs of a dict that is not one in JSON in an order of their keys."""
     for tag in found.keys() & {"$dict", "$counter"}:
         found[tag].sort(key=json.dumps)
     return found
@@ -255,17 +251,14 @@ def _decode_array(content: Json) -> HostArray:
     return data.reshape(content["shape"]).copy()
 
 
-_Decode: TypeAlias = Callable[[Json], State]
-_DECODERS: Final[dict[str, Callable[[Json, _Decode], State]]] = {
-    "$scalar": lambda x, _: _decode_array(x)[()],
-    "$array": lambda x, _: _decode_array(x),
-    "$float": lambda x, _: float(x),
-    "$complex": lambda x, _: complex(*map(float, x)),
-    "$bytes": lambda x, _: base64.b64decode(x, validate=True),
-    "$bytearray": lambda x, _: bytearray(base64.b64decode(x, validate=True)),
-    "$tuple": lambda x, decode: tuple(map(decode, x)),
-    "$dict": lambda x, decode: {decode(k): decode(v) for k, v in x},
-    "$counter": lambda x, decode: collections.Counter(
-        {decode(k): decode(v) for k, v in x}
-    ),
+_DECODERS: Final[dict[str, Callable[[Json], State]]] = {
+    "$scalar": lambda x: _decode_array(x)[()],
+    "$array": _decode_array,
+    "$float": float,
+    "$complex": lambda x: complex(*map(float, x)),
+    "$bytes": functools.partial(base64.b64decode, validate=True),
+    "$bytearray": lambda x: bytearray(base64.b64decode(x, validate=True)),
+    "$tuple": tuple,
+    "$dict": dict,
+    "$counter": lambda x: collections.Counter(dict(x)),
 }
