@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
@@ -223,17 +223,6 @@ _CHECKS: Final[dict[str, Callable[[_Job], Finding]]] = {
 }
 
 
-def _run_checks(job: _Job, names: Sequence[str]) -> Iterator[tuple[str, Finding]]:
-    """Make checks, and yield what each has found on all ranks. Collective."""
-    failed = False
-    for name in names:
-        found = attempt(job, _CHECKS[name])
-        if found.advice == BUG and failed:
-            found = dataclasses.replace(found, advice="see above")
-        failed |= found.state == FAILED
-        yield name, found
-
-
 def check(arguments: Sequence[str]) -> int:
     """Run `mpidist check` with these arguments; return the exit code. Collective."""
     parser = Parser("check", _DESCRIPTION)
@@ -248,8 +237,12 @@ def check(arguments: Sequence[str]) -> int:
     names = ["ranks"] if job.stranger else list(_CHECKS)  # others would fail for this
     if given.folder is None and not job.stranger:
         names.remove("folder")
-    rows = []
-    for name, found in _run_checks(job, names):
+    failed, rows = 0, []
+    for name in names:
+        found = attempt(job, _CHECKS[name])
+        if found.advice == BUG and failed:
+            found = dataclasses.replace(found, advice="see above")
+        failed += found.state == FAILED
         rows.append({"name": name, **dataclasses.asdict(found)})
         if not given.json:
             say(f"{name:<15} {found.state:<6}  {found.text}")
@@ -257,7 +250,6 @@ def check(arguments: Sequence[str]) -> int:
                 say(f"{'':<15} {'':<6}  -> {found.advice}")
     if job.made is not None:
         job.made.close()
-    failed = sum(row["state"] == FAILED for row in rows)
     if given.json:
         say(json.dumps({"failed": failed, "checks": rows}, indent=1))
     else:

@@ -192,11 +192,10 @@ class Registry:
             ]
         )
 
-    def find(self, test: Callable[[Registered], bool]) -> Registered | None:
-        """Return a value for which ``test`` returns true; None if there is none."""
-        references = list(self._values.values())
-        values = (reference() for reference in references)
-        return next((x for x in values if x is not None and test(x)), None)
+    def values(self) -> list[Registered]:
+        """Return the values that still exist."""
+        found = [reference() for reference in list(self._values.values())]
+        return [x for x in found if x is not None]
 
     def get(self, key: Key) -> Any:
         """Return the value with this key; None if it no longer exists."""

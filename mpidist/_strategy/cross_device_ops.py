@@ -117,10 +117,8 @@ class CrossDeviceOps:
             op = as_reduce_op(reduce_op, call)
             for value, destinations in pairs:
                 fits = differs(value) or is_same(group, value)
-                what, hint = (
-                    "a `mpidist.PerReplica`",
-                    "pass what `strategy.run` returned",
-                )
+                what = "a `mpidist.PerReplica`"
+                hint = "pass what `strategy.run` returned"
                 expect(fits, call, what, value, hint, error=ValueError)
                 check_destinations(group, destinations, call)
             if len(pairs) == 1:

@@ -94,12 +94,10 @@ class StrategyExtended:
         Not collective. At program level `Variable.value` and `Variable.values` return
         such copies; results of arithmetic are not copies.
         """
-        if isinstance(value, Variable):
-            return value
-        found = self._group.registry.find(
-            lambda x: isinstance(x, Variable) and storage_of(x).view is value
-        )
-        return value if found is None else found
+        for x in self._group.registry.values():
+            if isinstance(x, Variable) and storage_of(x).view is value:
+                return x
+        return value
 
     def variable_created_in_scope(self, v: Nest) -> bool:
         """Return whether a variable belongs to this strategy. Not collective.

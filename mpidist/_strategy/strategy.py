@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final, NoReturn, TypeAlias, overload
@@ -24,15 +25,8 @@ from mpidist._values.components import local_results
 from mpidist._values.distributed import PerReplica, own_component
 from mpidist.cluster import MPIClusterResolver
 
-
-class _Required:
-    """The default of an argument that a TypeError with the line to write asks for."""
-
-    def __repr__(self) -> str:
-        return "required"
-
-
-_NO_AXIS: Final[Any] = _Required()
+# Of an argument that a TypeError with the line to write asks for.
+_NO_AXIS: Final[Any] = inspect.Parameter.empty
 _RUN: Final = "call_for_each_replica"
 SupportsWrite: TypeAlias = Any
 """A file, or another object with ``write``."""

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpidist._base import backend, guests
+from mpidist._base import backend, guests, nest
 from mpidist._base.remedies import is_own_attribute, missing_name
 from mpidist._base.types import Array, DType, HostArray, Nest, Shape
 
@@ -186,14 +186,16 @@ class ArrayLike(np.lib.mixins.NDArrayOperatorsMixin):
             target, what = next(iter((*args, *kwargs.values()))), "{x}, ..."
         if isinstance(target, ArrayLike):  # whose copy, as a tensor, would get it
             target._refuse_write(f"{name}({what})")
-        return func(*_replaced(_tensor, args), **_replaced(_tensor, kwargs))
+        args, kwargs = nest.map_structure(_tensor, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(kwargs.get("out"), ArrayLike):
             kwargs["out"]._refuse_write(f"numpy.{func.__name__}(..., out={{x}})")
         if func is np.copyto and args and isinstance(args[0], ArrayLike):
             args[0]._refuse_write("numpy.copyto({x}, ...)")
-        return func(*_replaced(to_plain, args), **_replaced(to_plain, kwargs))
+        args, kwargs = nest.map_structure(to_plain, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
         return self.value()[to_plain(index)]
@@ -272,12 +274,3 @@ def _as_guest(x: Nest, kind: guests.GuestKind) -> Nest:
 
 def _tensor(x: Nest) -> Nest:
     return _as_guest(x.value(), "torch") if isinstance(x, ArrayLike) else x
-
-
-def _replaced(replace: Callable[[Nest], Nest], x: Nest) -> Nest:
-    """Replace the arguments of a function, also in lists, tuples and dicts."""
-    if type(x) in (list, tuple):
-        return type(x)(_replaced(replace, item) for item in x)
-    if type(x) is dict:
-        return {key: _replaced(replace, item) for key, item in x.items()}
-    return replace(x)

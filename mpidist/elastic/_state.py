@@ -162,13 +162,9 @@ class StateStorage:
         self.made, self._items, self._manager = {}, [], None
         if group is None:
             return
-
-        def retire(value: object) -> bool:
+        for value in group.registry.values():
             if isinstance(value, Variable):
                 storage_of(value).retire(why)
-            return False
-
-        group.registry.find(retire)
 
     # --- commits ------------------------------------------------------------------
 

@@ -221,7 +221,7 @@ def test_keywords_of_calls_in_hot_paths(call, owner_of):
     [
         ("strategy.gather(1)", "Strategy.gather(value, axis)"),
         ("ctx.all_gather(1)", "ReplicaContext.all_gather(value, axis, options=None)"),
-        ("strategy.reduce(1)", "Strategy.reduce(reduce_op, value, axis=required)"),
+        ("strategy.reduce(1)", "Strategy.reduce(reduce_op, value, axis)"),
         (
             "data.Dataset.range(3).batch()",
             "Dataset.batch(batch_size, drop_remainder=False, num_parallel_calls=None, "
