@@ -11,7 +11,7 @@ from mpidist._base.backend import as_number
 from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import HostArray, Nest
-from mpidist.metrics._metrics import Mean, _of_shape, _OfPairs, _sums_of_rows
+from mpidist.metrics._metrics import Mean, _largest, _of_shape, _OfPairs, _sums_of_rows
 
 _EPSILON: Final = 1e-7  # of Keras
 
@@ -50,14 +50,14 @@ class SparseCategoricalAccuracy(_Compared):
     _sparse = True
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return true == pred.argmax(-1)
+        return true == _largest(pred)
 
 
 class CategoricalAccuracy(_Compared):
     """The fraction of rows whose one-hot label is the class of the largest score."""
 
     def _compare(self, true: Any, pred: Any) -> Any:
-        return true.argmax(-1) == pred.argmax(-1)
+        return _largest(true) == _largest(pred)
 
 
 class BinaryAccuracy(_Compared):

@@ -348,6 +348,12 @@ def _sums_of_rows(x: HostArray, sample_weight: Nest, call: str) -> tuple[float, 
     return float(_weighted(x, w).sum()) / in_a_row, float(total) / in_a_row
 
 
+def _largest(scores: HostArray, axis: int = -1) -> HostArray:
+    """Return the place of the largest score, of which NaN is none, as in TensorFlow."""
+    place: HostArray = np.where(np.isnan(scores), -np.inf, scores).argmax(axis)
+    return place
+
+
 def _of_shape(true: HostArray, shape: Shape, call: str) -> HostArray:
     """Return labels with the shape of what they are compared with.
 

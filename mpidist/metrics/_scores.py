@@ -13,7 +13,13 @@ from mpidist._base.expect import as_int, expect
 from mpidist._base.types import HostArray, Nest
 from mpidist._values.variable import Variable
 from mpidist.metrics._confusion import _numbers, _ratio
-from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs, _weighted
+from mpidist.metrics._metrics import (
+    _each_weight,
+    _largest,
+    _of_shape,
+    _OfPairs,
+    _weighted,
+)
 
 
 class _OfColumns(_OfPairs):
@@ -280,7 +286,7 @@ class IoU(_OfPairs):
         self, true: HostArray, pred: HostArray, sample_weight: Nest
     ) -> tuple[HostArray]:
         true, pred = (
-            x if sparse else x.argmax(self._axis)
+            x if sparse else _largest(x, self._axis)
             for x, sparse in zip((true, pred), self._sparse, strict=True)
         )
         n, shape = self.num_classes, pred.shape

@@ -640,6 +640,11 @@ def test_what_is_not_a_number_counts_as_its_weight_and_is_never_right():
     assert metrics.AUC()([0, 1, 1], [0.1, 0.9, np.nan], [1.0, 1.0, 0.0]) == 1.0
     scores = [[np.nan, 1.0, 2.0], [3.0, np.nan, 2.0], [-np.inf, 0.0, 1.0]]
     assert metrics.SparseTopKCategoricalAccuracy(2)([0, 0, 1], scores) == 1 / 3
+    # Keras 3.15
+    assert metrics.SparseCategoricalAccuracy()([0, 0, 1], scores) == 1 / 3
+    assert metrics.CategoricalAccuracy()(np.eye(3)[[2, 1, 2]], scores) == 2 / 3
+    classes = metrics.MeanIoU(3, sparse_y_pred=False)
+    assert classes([2, 0, 2], scores) == 1.0
 
 
 def test_weights_of_rows_with_a_last_axis_of_length_1():
