@@ -87,7 +87,7 @@ def latest_checkpoint(
     """Return the path of the newest complete checkpoint in a directory.
 
     It was saved by a `CheckpointManager`, or there by `Checkpoint.save`. A checkpoint
-    is a directory, too: its own path is returned unchanged, so that a program may pass
+    is a directory, too: of one its own path is returned, so that a program may pass
     either.
 
     Not collective: it reads the directory on the rank that calls it, needs no strategy
@@ -102,7 +102,7 @@ def latest_checkpoint(
             managers, and others.
 
     Returns:
-        The path; None if there is no checkpoint.
+        The absolute path; None if there is no checkpoint.
     """
     return find_latest(as_path("latest_checkpoint", checkpoint_dir), checkpoint_name)
 

@@ -145,12 +145,12 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
-        """The path of the directory; on a rank that passed its own path that path."""
+        """The directory's absolute path; on a rank that passed its own, that one."""
         return self._own_directory
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the kept checkpoints, in the order in which they were saved."""
+        """The absolute paths of the kept checkpoints, in the order of their saving."""
         return [entry.path for entry in self._entries]
 
     @property

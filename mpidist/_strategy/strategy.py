@@ -411,9 +411,9 @@ class Strategy:
         """Return the components that this process can see, as a tuple.
 
         At program level a tuple with this rank's component only. In ``merge_fn``, and
-        by the name `mpidist.MirroredStrategy`, those of all replicas, in replica order;
-        this call gathers them. A nest gives one nest per replica; a value that is not
-        distributed gives ``(value,)``.
+        by the name `mpidist.MirroredStrategy`, those of all replicas, in replica order,
+        which this call gathers: it is collective there. A nest gives one nest per
+        replica; a value that is not distributed gives ``(value,)``.
 
         Example::
 

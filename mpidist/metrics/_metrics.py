@@ -177,7 +177,10 @@ class Metric:
             variable.assign_add(x)
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Add a batch; the arguments depend on the class."""
+        """Add a batch; the arguments depend on the class.
+
+        Collective in cross-replica context, but not in a replica function.
+        """
         raise NotImplementedError
 
     def result(self) -> Any:

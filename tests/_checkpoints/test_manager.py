@@ -251,6 +251,7 @@ def test_latest_checkpoint_finds_those_of_all_names(tmp_path):
     (tmp_path / "notes").write_text("x")
     assert mpidist.latest_checkpoint(tmp_path) == path
     assert mpidist.latest_checkpoint(path) == path  # after `if isdir(path)`
+    assert mpidist.latest_checkpoint(os.path.relpath(path)) == path  # an absolute one
     assert mpidist.load_checkpoint(tmp_path).path == path  # as in TensorFlow's guide
     with pytest.raises(TypeError, match=r"expected a path.* got None .*; where"):
         mpidist.load_checkpoint(mpidist.latest_checkpoint(tmp_path / "none"))
