@@ -159,6 +159,10 @@ class Dataset(metaclass=_Names):
         _as_call("from_generator", "generator", generator)
         expected = declared(output_signature, output_types, output_shapes)
         given = () if args is None else args
+        is_text = isinstance(given, (str, bytes))
+        many = hasattr(given, "__iter__") and not is_text
+        call, hint = "Dataset.from_generator", "write `args=(x,)` for one argument"
+        expect(many, call, "a tuple as `args`", args, hint)
         values = tuple(np.asarray(x)[()] for x in given)
         return cls(Generated(generator, values, expected))
 

@@ -141,7 +141,9 @@ class _Numbered(Iterator[Nest]):
 
     def set_state(self, state: Any) -> None:
         """Go to an item."""
-        self._next = int(state)
+        self._next, count = int(state), len(self._items)
+        if self._next > count:
+            raise too_short(self._next, f"after {count}")
 
 
 class _ItemStream(Iterator[RowBlock]):

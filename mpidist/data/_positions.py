@@ -7,6 +7,7 @@ files, which anyone may have changed.
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Self
@@ -239,8 +240,9 @@ class _Tokens:
         error: what finding them raised.
     """
 
-    def __init__(self, tokens: Iterator[Token]) -> None:
-        self._tokens = tokens
+    def __init__(self, opened: Callable[[], Iterator[Token]]) -> None:
+        self._opened = opened
+        self._tokens: Iterator[Token] | None = None
         self.left: collections.deque[Token] = collections.deque()
         self.error: Exception | None = None
 
@@ -249,6 +251,8 @@ class _Tokens:
         yield from tuple(self.left)
         while self.error is None:
             try:
+                if self._tokens is None:
+                    self._tokens = self._opened()
                 token = next(self._tokens)
             except StopIteration:
                 return
@@ -296,8 +300,9 @@ class DatasetIterator(PositionedIterator):
             ) from self._broken
         tokens = self._tokens
         if tokens is None:
-            stage, position = self._stage, self._position
-            tokens = self._tokens = _Tokens(stage.tokens((self._iteration,), position))
+            at = (self._iteration,), self._position
+            tokens = _Tokens(functools.partial(self._stage.tokens, *at))
+            self._tokens = tokens
         if self._failed:
             self._position += 1
             tokens.left.popleft()

@@ -126,10 +126,18 @@ class Stage:
         return self
 
     def tokens(self, in_pass: Pass, start: int = 0) -> Iterator[Token]:
-        """Return the tokens from an element on."""
+        """Return the tokens from an element on.
+
+        Reads up to it, so that what fails before it fails here.
+        """
+        first = max(0, start - 1)
         if self.indexed:
-            return self._by_number(in_pass, start)
-        return itertools.islice(self.in_order(in_pass), start, None)
+            found = self._by_number(in_pass, first)
+        else:
+            found = itertools.islice(self.in_order(in_pass), first, None)
+        if start and next(found, END) is END:
+            raise too_short(start, "before")
+        return found
 
     def _by_number(self, in_pass: Pass, start: int) -> Iterator[Token]:
         while start < self.size:
@@ -176,12 +184,7 @@ class Stage:
             earlier: the result of an earlier call, to go on with, of an input that can
                 be read only once.
         """
-        # Up to the position, so that what fails there fails here, on all ranks.
-        skipped = 1 if position and not self.indexed else 0
-        tokens = self.tokens((iteration,), position - skipped)
-        if skipped and next(tokens, END) is END:
-            raise too_short(position, "before")
-        return self.opened(tokens)
+        return self.opened(self.tokens((iteration,), position))
 
     def spec(self, *, trial: bool = False) -> Nest | None:
         """Return the nest of specs of an element; None if only known after reading.

@@ -29,6 +29,10 @@ def fails_at(number, what="element"):
     return function
 
 
+def generator_of(elements):
+    return Dataset.from_generator(lambda: iter(elements))
+
+
 def fails(iterator, message, error=KeyError):
     with pytest.raises(error, match=message):
         next(iterator)
@@ -94,6 +98,18 @@ def test_a_state_has_the_seeds_of_shuffles_without_one():
     # An older version used 0 for all, and its states have no seeds.
     restored.restore(state)
     assert restored.state()["shuffle_seeds"] == [0] * 3
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("rows", [Dataset.range, lambda n: generator_of(range(n))])
+def test_an_input_that_has_become_shorter_is_refused(rows, ahead):
+    longer = iter(rows(3))
+    list(longer)
+    iterator = iter(rows(2).prefetch(ahead))
+    iterator.restore(longer.state())
+    fails(iterator, "3 or more elements, got one that ends before", ValueError)
+    fails(iterator, "cannot continue", RuntimeError)
+    assert list(iterator) == []
 
 
 # --- failures -----------------------------------------------------------------------

@@ -827,6 +827,8 @@ D, TEN, ENDLESS = Dataset, Dataset.range(10), Dataset.range(3).repeat()
         (lambda: D.range(2, output_type="no"), TypeError, "expected a dtype"),
         (lambda: D.from_generator([1, 2]), TypeError, "expected a function"),
         (lambda: list(D.from_generator(int)), TypeError, "returns an iterable"),
+        (lambda: D.from_generator(open, args="path"), TypeError, "write `args=.x,.`"),
+        (lambda: D.from_generator(range, args=3), TypeError, "write `args=.x,.`"),
         (lambda: generated(output_shapes=[]), TypeError, "without `out"),
         (
             lambda: generated(output_types=int, output_signature=int),

@@ -299,14 +299,18 @@ class Batches:
 
 
 @core
-@pytest.mark.parametrize("kind", ["list", "iterable", "Dataset", "own"])
+@pytest.mark.parametrize(
+    "kind", ["list", "iterable", "Dataset", "own", "own list", "own numbers"]
+)
 def test_an_input_that_has_become_shorter_is_refused(
     strategy, distribute, from_function, kind
 ):
     def steps_of(batches):
         rows = Dataset.from_generator(lambda: batches).unbatch().batch(BATCH)
-        if kind == "own":
-            return iter(from_function(lambda _: rows))
+        numbers = Dataset.range(BATCH * len(batches)).batch(BATCH)
+        own = {"own": rows, "own list": list(batches), "own numbers": numbers}
+        if kind in own:
+            return iter(from_function(lambda _: own[kind]))
         return iter(
             distribute(
                 {"list": list, "iterable": Batches}.get(kind, lambda _: rows)(batches)
