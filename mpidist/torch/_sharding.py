@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             groups = [self._local_group(i) for i in range(len(self._parts))]
             self._local = optimizer_class(groups, **defaults)
             self.defaults: dict[str, Any] = self._local.defaults
-            self._read_settings(only_new=True)
+            self._read_local(only_new=True)
             self._name = f"{call} of {optimizer_class.__name__}"
             told = Call(f"{self._name} with {self._described()}")
         group.guard.agree(told)
@@ -171,6 +171,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 sequence.check(call)
             for part in self._all_parts():
                 part.refresh()
+                if part.parameter not in self.state:  # the program begins anew
+                    self._local.state.pop(part.tensor, None)
             pairs = zip(self._local.param_groups, self.param_groups, strict=True)
             for local, one in pairs:  # such as ``lr``
                 local.update(settings_of(one))
@@ -196,8 +198,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             )
         with group.guard.checking(call):
             self._local.step()
-            self._read_settings()
-            self._show_state()
+            self._read_local()
             own = {  # of the sequences that may have changed
                 str(i): sequence.elements_of(self._rank)
                 for i, sequence in enumerate(self._sequences)
@@ -224,7 +225,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             self._divide(self.param_groups[-1:])
             self._local.add_param_group(self._local_group(len(self._parts) - 1))
-            self._read_settings(only_new=True)
+            self._read_local(only_new=True)
             text = f"{call} with {self._described()}"
         group.guard.agree(Call(text))
 
@@ -279,8 +280,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for group, other in zip(groups, saved, strict=True):
             group.update(settings_of(other))
         guest_items.load_state(self._local, {"state": state, "param_groups": groups})
-        self._read_settings()
-        self._show_state()
+        self._read_local()
 
     # --- the division -----------------------------------------------------------
 
@@ -334,15 +334,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         settings = settings_of(self.param_groups[index])
         return {**settings, "params": [part.tensor for part in parts]}
 
-    def _read_settings(self, *, only_new: bool = False) -> None:
-        """Take the settings of the local optimizer, which a step may change."""
+    def _read_local(self, *, only_new: bool = False) -> None:
+        """Take the settings and the state of the local optimizer.
+
+        A step may change both. ``state`` has that of this rank's parts, by parameters.
+        """
         pairs = zip(self.param_groups, self._local.param_groups, strict=True)
         for group, local in pairs:
             settings = settings_of(local)
             group.update({**settings, **group} if only_new else settings)
-
-    def _show_state(self) -> None:
-        """Let ``state`` have the state of this rank's parts, by their parameters."""
         self.state.clear()
         for part in self._all_parts():
             if part.is_cut:

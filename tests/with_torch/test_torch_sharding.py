@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import pickle
@@ -115,6 +116,26 @@ def test_the_same_training_with_a_part_of_the_state(
     assert [*map(list, found["state"].values())] == [
         *map(list, expected["state"].values())
     ]
+
+
+@on_ranks
+@pytest.mark.parametrize("parts", ["all", "one"])
+def test_a_state_that_the_program_begins_anew(strategy, rank, size, torch, mt, parts):
+    (one, optimizer), (two, sharded) = make_pair(torch, mt, "Adam", strategy, lr=0.1)
+    wrapped = mt.DistributedOptimizer(sharded, strategy=strategy)
+    for seed in range(4):
+        for model, each, rows in (
+            (one, optimizer, slice(None)),
+            (two, wrapped, slice(rank, None, size)),
+        ):
+            if seed == 2 and parts == "all":
+                each.state = collections.defaultdict(dict)
+            elif seed == 2:
+                each.state.pop(model[0].weight, None)
+            each.zero_grad()
+            backward(torch, model, seed, rows)
+            each.step()
+    assert_alike(torch, one, two, rtol=1e-6, atol=1e-8)
 
 
 @on_ranks
