@@ -66,14 +66,10 @@ class HeaderGather(Plan):
             self.quick = core
             self.quick_bytes = quick_bytes
 
-    def __call__(
-        self,
-        arrays: Sequence[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
+    def _run(
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results:
-        """Agree with the other ranks, and gather; see `Plan`."""
-        guard, call, meet = self._guard, self.call, self._core.meet
+        guard, meet = self._guard, self._core.meet
         guard.settle()  # the communication thread may be in the core
         lengths = tuple([x.shape[k] for x, k in zip(arrays, self._axes, strict=True)])
         sources = list(arrays)

@@ -125,21 +125,16 @@ class CoreReduce(Plan):
             self.quick = core
             self.quick_bytes = SMALLEST
 
-    def __call__(
-        self,
-        arrays: Sequence[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
+    def _run(
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results:
-        """Agree with the other ranks, and reduce; see `Plan`."""
-        call = call or self.call
-        results = self._run(arrays, call, timeout)
+        results = self._try(arrays, call, timeout)
         if results is None:
             try:  # nothing was sent yet; a copy is contiguous, and aligned for C
                 arrays = [x.copy() for x in arrays]
             except Exception as error:
                 raise self._guard.fail(call, error) from None
-            results = self._run(arrays, call, timeout)
+            results = self._try(arrays, call, timeout)
             assert results is not None
         if not self._casts or not self._wanted:
             return results
@@ -151,7 +146,7 @@ class CoreReduce(Plan):
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
         """Run the plan if the arrays have its signature; otherwise return None."""
-        return self._run(arrays, self.call, timeout) if self._plain else None
+        return self._try(arrays, self.call, timeout) if self._plain else None
 
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:
         """End a call of `quick` with this status; see `Plan`."""
@@ -159,7 +154,7 @@ class CoreReduce(Plan):
         self._guard.conclude(status, lambda ms: exchange(x, result, fingerprint, ms))
         return result
 
-    def _run(
+    def _try(
         self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results | None:
         guard, exchange, sources = self._guard, self._exchange, arrays

@@ -143,13 +143,9 @@ class MpiGather(Plan):
             len(signature.leaves) == 1 and signature.leaves[0].is_flat
         )
 
-    def __call__(
-        self,
-        arrays: Sequence[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
+    def _run(
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results:
-        """Agree with the other ranks, and gather; see `Plan`."""
         with self._comm.traffic:
             guard, comm = self._guard, self._comm
             pairs = zip(arrays, self._leaves, strict=True)
@@ -158,10 +154,10 @@ class MpiGather(Plan):
                 self._transports.device.check()
                 memory = self.guess(arrays, lengths)
             except Exception as error:
-                raise guard.fail(self.call, error) from None
+                raise guard.fail(call, error) from None
             value = lengths[0] if len(lengths) == 1 else fingerprint(str(lengths))
             all_lengths: list[Lengths] = [lengths] * comm.size
-            if not guard.agree_on(self.call, value, timeout=timeout):
+            if not guard.agree_on(call, value, timeout=timeout):
                 all_lengths = list(comm.all_gather_integers(lengths))
             return self.gather(arrays, memory, timeout, all_lengths)
 

@@ -34,13 +34,9 @@ class ObservedPlan(Plan):
         super().__init__(resources, plan.call)
         self.observed = plan
 
-    def __call__(
-        self,
-        arrays: Sequence[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
+    def _run(
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results:
-        """Run the plan; see `Plan`."""
         observers, nbytes = self._guard.observers, sum(int(x.nbytes) for x in arrays)
         assert observers is not None
         with observers.call(nbytes, self.observed.route):

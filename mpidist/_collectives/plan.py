@@ -226,6 +226,11 @@ class Plan:
             The results: new arrays, with the same bits on all ranks. If only the root
             of a reduction wants them, None for each on the other ranks.
         """
+        return self._run(arrays, call or self.call, timeout)
+
+    def _run(
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
+    ) -> Results:
         raise NotImplementedError
 
     def attempt(self, arrays: list[Array], timeout: float | None) -> Results | None:
@@ -252,14 +257,10 @@ class Plan:
 class PreparedPlan(Plan, Generic[_Work]):
     """A plan whose header is a step of its own."""
 
-    def __call__(
-        self,
-        arrays: Sequence[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
+    def _run(
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results:
-        """Agree with the other ranks, and move; see `Plan`."""
-        guard, call = self._guard, call or self.call
+        guard = self._guard
         try:  # not `checking`, which takes three calls of Python
             # Allocate before the agreement: a failure must be reported to all ranks.
             work = self._prepare(list(arrays))
@@ -318,10 +319,6 @@ class PlanCache(Cache[Key, PlansOfCall]):
         of_call[leaves_key] = of_call.last = plan
         if known is None:  # complete: the communication thread uses plans, too
             self[call_key] = of_call
-
-    def plans(self) -> list[Plan]:
-        """Return all plans."""
-        return [plan for of_call in self.values() for plan in of_call.values()]
 
 
 class QuickCalls:

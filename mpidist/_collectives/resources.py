@@ -113,8 +113,7 @@ class Resources:
         self._why_not_shared = memory.problem
         self._shared: DirectTransport | None = None
         if own is not None or memory.in_process:
-            shares = own is not None
-            self._shared = DirectTransport(self.comm, shares, channel, self.guard)
+            self._shared = DirectTransport(self.comm, own is not None, channel)
         make = self.observing(RootMessages)
         self.messages: RootMessages = make(self.comm, self.guard, channel)
 

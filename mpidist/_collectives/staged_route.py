@@ -56,14 +56,10 @@ class StagedReduce(Plan):
         self._wanted = signature.root in (None, resources.comm.rank)
         self.plan = plan
 
-    def __call__(
-        self,
-        arrays: Sequence[Array],
-        call: Call | None = None,
-        timeout: float | None = None,
+    def _run(
+        self, arrays: Sequence[Array], call: Call, timeout: float | None
     ) -> Results:
-        """Agree with the other ranks, and reduce; see `Plan`."""
-        guard, call = self._guard, call or self.call
+        guard = self._guard
         near = next(x for x in arrays if backend.is_device_array(x))
         guard.settle()  # calls begun before, in a thread, still read that memory
         with guard.checking(call), near.device:

@@ -11,7 +11,6 @@ from typing import Any
 
 from mpidist import _native
 from mpidist._agreement.channel import LEFT, LeftError
-from mpidist._agreement.guard import Guard
 from mpidist._base import backend
 from mpidist._base.reduce_op import MPIOp
 from mpidist._base.types import Array, DType, record
@@ -44,7 +43,7 @@ class Transport:
         raise NotImplementedError
 
     def broadcast(self, buffer: Any, root: int) -> None:
-        """Copy the root's ``buffer`` to all ranks."""
+        """Copy the root's ``buffer`` to all ranks; to be called in `Guard.payload`."""
         raise NotImplementedError
 
     def all_gather(self, send: Any, receive: Any, counts: list[int]) -> None:
@@ -65,7 +64,6 @@ class DirectTransport(Transport):
         comm: the ranks.
         shares: whether ranks share memory.
         channel: of the node, if all ranks are on one.
-        guard: is told if this rank leaves a broadcast there in the middle.
     """
 
     def __init__(
@@ -73,12 +71,10 @@ class DirectTransport(Transport):
         comm: AnyCommunicator,
         shares: bool = False,
         channel: _native.Channel | None = None,
-        guard: Guard | None = None,
     ) -> None:
         self.comm = comm
         self.name = "shared" if shares else "direct"
         self._channel = channel
-        self._guard = guard
 
     def supports(self, dtype: DType, op: str) -> bool:
         """Return True."""
@@ -97,15 +93,14 @@ class DirectTransport(Transport):
 
     def broadcast(self, buffer: Array, root: int) -> None:
         """Copy the root's ``buffer`` to all ranks."""
-        channel, guard = self._channel, self._guard
-        if channel is None or guard is None:
+        channel = self._channel
+        if channel is None:
             backend.synchronize(buffer)
             self.comm.broadcast(buffer, root)
             return
         self.comm.traffic.count("Bcast", buffer.nbytes)
-        with guard.payload():
-            if channel.broadcast(buffer, root) == LEFT:
-                raise LeftError(channel.who)
+        if channel.broadcast(buffer, root) == LEFT:
+            raise LeftError(channel.who)
 
     def all_gather(self, send: Array, receive: Array, counts: list[int]) -> None:
         """Concatenate bytes of all ranks, on all ranks."""

@@ -134,10 +134,11 @@ class TestLines:
         lines = listener.take(rank)
         assert {line["event"] for line in lines} == {"end"}
         assert {line["size"] for line in lines} == {str(size)}
-        plans = group_of(traced).collectives.cache.plans()
+        cache = group_of(traced).collectives.cache
         planned = {
             plan.call.text: plan.observed.route
-            for plan in plans
+            for of_call in cache.values()
+            for plan in of_call.values()
             if isinstance(plan, ObservedPlan)
         }
         nest = "{'a': float64 (), 'b': [float64 (2, 3), int64 ()]}"
