@@ -79,7 +79,7 @@ def _behind_header(channel: Channel, x: HostArray) -> HostArray:
         leaf = _native.ReduceLeaf("f4", "SUM", x.shape, 0)
         # Not counted: it is no call of the user.
         reduce = _native.core.Reduce(between, [leaf], 0, _FINGERPRINT, 0, False)
-        status = reduce.eager(x, total)
+        status = reduce.run(x, total)
         if status != OK:
             raise RuntimeError(f"MPIStrategy(...): a header has the status {status}")
     return total

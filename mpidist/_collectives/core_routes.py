@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist import _native
+from mpidist._agreement.channel import NOWHERE
 from mpidist._agreement.mismatch import Call
 from mpidist._base.memory import lay_out
 from mpidist._base.types import Array, HostArray
@@ -39,9 +40,10 @@ def on_node(resources: Resources, signature: Signature) -> CoreReduce | None:
     node = resources.node
     if node is None or signature.on_device or not supports(signature):
         return None
-    core = reduce_on_node(node, resources, signature)
     if _fits_header(node, signature):
+        core = reduce_on_node(node, resources, signature, 0)
         return CoreReduce(resources, signature, "eager", core)
+    core = reduce_on_node(node, resources, signature, node.piece_bytes)
     return CoreReduce(resources, signature, "shared", core, node.pool)
 
 
@@ -63,13 +65,13 @@ def _fits_header(node: Node, signature: Signature) -> bool:
 
 
 def reduce_on_node(
-    node: Node, resources: Resources, signature: Signature
+    node: Node, resources: Resources, signature: Signature, piece_bytes: int
 ) -> _native.Reduce:
-    """Return a nest in the core of this rank's node."""
+    """Return a nest in the core of the node; without ``piece_bytes`` for *eager*."""
     return _native.core.Reduce(
         node.channel,
         signature.nest.core_leaves,
-        node.piece_bytes,
+        piece_bytes,
         signature.call.fingerprint,
         resources.guard.timeout_ms,
         signature.root is None,
@@ -83,11 +85,10 @@ class CoreReduce(Plan):
         resources: of the strategy.
         signature: of the calls.
         route: the name of the route.
-        core: the nest in the core. Its step (``eager``, or ``shared`` with an arena)
-            takes sources, results, with an arena the offset of the results in it, and
-            if they are not the usual ones the fingerprint of the call and the time-out
-            in milliseconds. It returns the status of the header; or None, and sends
-            nothing, if the arrays are not what it expects.
+        core: the nest in the core. Its ``run`` takes sources, results, the offset of
+            the results in the arena, and if they are not the usual ones the fingerprint
+            of the call and the time-out in milliseconds. It returns the status of the
+            header; or None, and sends nothing, if the arrays are not what it expects.
         arena: of this rank, for results to which all ranks write; None: each rank adds
             all data.
     """
@@ -107,7 +108,7 @@ class CoreReduce(Plan):
         self._dtypes = [leaf.reduction.result for leaf in signature.leaves]
         self._casts = self._dtypes != [dtype for _, dtype in nest.shapes]
         self._plain = not nest.casts
-        self._exchange: Callable[..., Any] = core.eager
+        self._exchange: Callable[..., Any] = core.run
         self._to_root = signature.root is not None
         self._wanted = signature.root in (None, resources.comm.rank)
         self.arena: _native.Pool | None = arena
@@ -115,7 +116,6 @@ class CoreReduce(Plan):
         self._new = resources.pool.empty if large and arena is None else np.empty
         self._tiny: list[int] = []
         if arena is not None:
-            self._exchange = core.shared
             self._starts, room = lay_out(nest.sizes)
             self._room = room
             # A user who keeps the loss must not keep the gradients beside it alive.
@@ -151,7 +151,9 @@ class CoreReduce(Plan):
     def concluded(self, status: int, x: HostArray, result: HostArray | None) -> Any:
         """End a call of `quick` with this status; see `Plan`."""
         exchange, fingerprint = self._exchange, self.call.fingerprint
-        self._guard.conclude(status, lambda ms: exchange(x, result, fingerprint, ms))
+        self._guard.conclude(
+            status, lambda ms: exchange(x, result, NOWHERE, fingerprint, ms)
+        )
         return result
 
     def _try(
@@ -159,23 +161,23 @@ class CoreReduce(Plan):
     ) -> Results | None:
         guard, exchange, sources = self._guard, self._exchange, arrays
         try:
-            where: Sequence[int] = ()
             if self.arena is None:
                 results: Results = [self._new(*one) for one in self._shapes]
+                offset = NOWHERE
             else:
-                results, *where = arrays_in(
+                results, offset = arrays_in(
                     self.arena, self._shapes, self._starts, self._room
                 )
             if not self._plain:
-                sources = self._nest.sources(arrays, results if where else None)
+                sources = self._nest.sources(arrays, results if self.arena else None)
         except Exception as error:
             raise guard.fail(call, error) from None
         fingerprint, timeout_ms = call.fingerprint, guard.enter(call, timeout)
         try:  # not `guard.payload`, which would be 2% of a small call
             if call is self.call and timeout is None:  # as the core knows it
-                status = exchange(sources, results, *where)
+                status = exchange(sources, results, offset)
             else:
-                status = exchange(sources, results, *where, fingerprint, timeout_ms)
+                status = exchange(sources, results, offset, fingerprint, timeout_ms)
         except BaseException as error:
             raise guard.abandon(call, error) from None
         if status is None:  # nothing was sent: the call before is still the last one
@@ -183,7 +185,7 @@ class CoreReduce(Plan):
             return None
         if status:
             guard.conclude(
-                status, lambda ms: exchange(sources, results, *where, fingerprint, ms)
+                status, lambda ms: exchange(sources, results, offset, fingerprint, ms)
             )
         else:
             guard.sequence += 1

@@ -151,7 +151,8 @@ class Group:
         self._dtype = nest.shapes[0][1]  # of all, if they are compressed
         self._nodes = nodes
         self._guard = resources.guard
-        self._core = reduce_on_node(nodes.node, resources, signature)
+        node = nodes.node
+        self._core = reduce_on_node(node, resources, signature, node.piece_bytes)
         self._compression = signature.compress() if signature.compress else None
         self._starts, _ = lay_out(nest.sizes)
         self._ranges = list(zip(self._starts, nest.sizes, strict=True))

@@ -320,6 +320,10 @@ class PlanCache(Cache[Key, PlansOfCall]):
         if known is None:  # complete: the communication thread uses plans, too
             self[call_key] = of_call
 
+    def plans(self) -> list[Plan]:
+        """Return all plans."""
+        return [plan for of_call in self.values() for plan in of_call.values()]
+
 
 class QuickCalls:
     """A collective whose plans for one small array the core runs, without Python.

@@ -8,19 +8,17 @@ static size_t most(size_t a, size_t b) { return a > b ? a : b; }
 /* --- shared ------------------------------------------------------------------------- */
 
 int md_pieces(size_t nbytes, size_t area_bytes) {
-  return nbytes == 0 ? 0 : (int)((nbytes + area_bytes - 1) / area_bytes);
+  return (int)((nbytes + area_bytes - 1) / area_bytes);
 }
 
-void md_piece(const md_nest *nest, int piece, size_t *first, size_t *last) {
-  size_t lines = nest->nbytes / MD_LINE;
-  *first = lines * (size_t)piece / (size_t)nest->pieces * MD_LINE;
-  *last = lines * (size_t)(piece + 1) / (size_t)nest->pieces * MD_LINE;
-}
-
-void md_slice(size_t first, size_t last, int rank, int size, size_t *start, size_t *stop) {
+static void get_slice(size_t first, size_t last, int rank, int size, size_t *start, size_t *stop) {
   size_t lines = (last - first) / MD_LINE;
   *start = first + lines * (size_t)rank / (size_t)size * MD_LINE;
   *stop = first + lines * (size_t)(rank + 1) / (size_t)size * MD_LINE;
+}
+
+void md_piece(const md_nest *nest, int piece, size_t *first, size_t *last) {
+  get_slice(0, nest->nbytes, piece, nest->pieces, first, last);
 }
 
 /* The first leaf that does not end before `at`. */
@@ -69,7 +67,7 @@ void md_shared_copy_in(md_channel *ch, md_shared *call, int piece) {
   if (call->sources_in_arena || !call->sources) return;
   size_t first, last, start, stop;
   md_piece(call->nest, piece, &first, &last);
-  md_slice(first, last, ch->rank, ch->size, &start, &stop);
+  get_slice(first, last, ch->rank, ch->size, &start, &stop);
   unsigned char *out = call->results_in_arena ? result_of(ch, call, ch->rank)
                                               : area_of(ch, call, ch->rank, piece, first);
   copy_parts(call->nest, call->sources, out, first, start);
@@ -79,7 +77,7 @@ void md_shared_copy_in(md_channel *ch, md_shared *call, int piece) {
 void md_shared_combine(md_channel *ch, md_shared *call, int piece) {
   size_t first, last, start, stop;
   md_piece(call->nest, piece, &first, &last);
-  md_slice(first, last, ch->rank, ch->size, &start, &stop);
+  get_slice(first, last, ch->rank, ch->size, &start, &stop);
   if (start == stop) return;
   const md_nest *nest = call->nest;
   const unsigned char *in[MD_MAX_RANKS];

@@ -54,9 +54,8 @@ void md_shared_copy_in(md_channel *ch, md_shared *call, int piece);
 void md_shared_combine(md_channel *ch, md_shared *call, int piece);
 void md_shared_copy_out(md_channel *ch, md_shared *call, int piece);
 int md_pieces(size_t nbytes, size_t area_bytes);
-/* The bytes of a piece, and of one rank's slice of it. */
+/* The bytes of a piece, of which each rank reduces a slice. */
 void md_piece(const md_nest *nest, int piece, size_t *first, size_t *last);
-void md_slice(size_t first, size_t last, int rank, int size, size_t *start, size_t *stop);
 
 /* The sum of bytes [first, last) of the layout, of which `n` copies follow each other, from
    the first to the last copy; for callers that have them from other nodes.

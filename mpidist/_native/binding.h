@@ -74,7 +74,7 @@ struct Carrier {
 typedef struct {
   Carrier carrier;
   Memory *memory;
-  unsigned long results_in_arena, sources_in_arena; /* calls of `Reduce.shared` so far */
+  unsigned long results_in_arena, sources_in_arena; /* calls of `Reduce.run` so far */
   md_channel channel;
 } Channel;
 

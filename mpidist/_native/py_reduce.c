@@ -113,12 +113,12 @@ static int Reduce_init(Reduce *self, PyObject *args, PyObject *kwargs) {
   self->carrier = (Carrier *)Py_NewRef(channel);
   if (Py_TYPE(channel) == &ChannelType) {
     self->channel = (Channel *)channel;
-    if (piece_bytes <= 0 || (size_t)piece_bytes > self->channel->channel.area_bytes) {
+    if (piece_bytes < 0 || (size_t)piece_bytes > self->channel->channel.area_bytes) {
       PyErr_SetString(PyExc_ValueError, "Reduce: a piece that does not fit an area");
       return -1;
     }
     if (set_leaves(self, leaves, MD_LINE)) return -1;
-    self->nest.pieces = md_pieces(self->nest.nbytes, (size_t)piece_bytes);
+    if (piece_bytes) self->nest.pieces = md_pieces(self->nest.nbytes, (size_t)piece_bytes);
     self->room = MD_EAGER_BYTES;
     return 0;
   }
@@ -217,38 +217,6 @@ int reduce_small(Reduce *self, const void *const *sources, void *const *results,
   return status;
 }
 
-/* The fingerprint and the time-out of a call, if it names its own; -1: an exception. */
-static int parse_call(Reduce *self, PyObject *const *args, Py_ssize_t count, Py_ssize_t first,
-                      long long *fingerprint, long long *timeout_ms) {
-  *fingerprint = self->fingerprint;
-  *timeout_ms = self->timeout_ms;
-  if (count == first) return 0;
-  if (count != first + 2) {
-    PyErr_Format(PyExc_TypeError, "Reduce: expected %zd or %zd arguments, got %zd", first,
-                 first + 2, count);
-    return -1;
-  }
-  *fingerprint = PyLong_AsLongLong(args[first]);
-  *timeout_ms = PyLong_AsLongLong(args[first + 1]);
-  return PyErr_Occurred() ? -1 : 0;
-}
-
-static PyObject *Reduce_eager(Reduce *self, PyObject *const *args, Py_ssize_t count) {
-  long long fingerprint, timeout_ms;
-  if (parse_call(self, args, count, 2, &fingerprint, &timeout_ms)) return NULL;
-  if (require_idle(self->kept.count > 0)) return NULL;
-  if (require_room(self)) return NULL;
-  PyObject *result = NULL;
-  if (get_arrays(self, args[0], SOURCE, (void **)self->sources)) {
-    result = other_arrays();
-  } else if (!get_arrays(self, args[1], RESULT, self->results)) {
-    result = status_or_null(
-        reduce_small(self, self->sources, self->results, fingerprint, timeout_ms));
-  }
-  if (!is_abandoned(self->carrier)) let_go(&self->kept);
-  return result;
-}
-
 /* -1 with an exception, where there is no memory of a node. */
 static int require_node(const Reduce *self) {
   if (self->channel) return 0;
@@ -256,7 +224,7 @@ static int require_node(const Reduce *self) {
   return -1;
 }
 
-/* What `shared` does once it has the sources; return the status, or -1 with an exception. */
+/* What `run` does once it has the sources; return the status, or -1 with an exception. */
 static int reduce_in_pieces(Reduce *self, const long long words[WORDS], PyObject *results) {
   md_channel *ch = &self->channel->channel;
   md_shared shared = {.nest = &self->nest,
@@ -282,15 +250,28 @@ static int reduce_in_pieces(Reduce *self, const long long words[WORDS], PyObject
   return end_call(self->carrier, status);
 }
 
-static PyObject *Reduce_shared(Reduce *self, PyObject *const *args, Py_ssize_t count) {
-  long long words[WORDS] = {0};
-  if (parse_call(self, args, count, 3, &words[FINGERPRINT], &words[TIMEOUT_MS])) return NULL;
-  words[RESULT_OFFSET] = PyLong_AsLongLong(args[2]);
-  if (PyErr_Occurred() || require_node(self) || require_idle(self->kept.count > 0)) return NULL;
+static PyObject *Reduce_run(Reduce *self, PyObject *const *args, Py_ssize_t count) {
+  long long words[WORDS] = {[FINGERPRINT] = self->fingerprint,
+                            [TIMEOUT_MS] = self->timeout_ms,
+                            [RESULT_OFFSET] = MD_NOWHERE};
+  if (count < 2 || count > 5 || count == 4)
+    return PyErr_Format(PyExc_TypeError, "run: expected 2, 3 or 5 arguments, got %zd", count);
+  if (count > 2) words[RESULT_OFFSET] = PyLong_AsLongLong(args[2]);
+  if (count > 3) words[FINGERPRINT] = PyLong_AsLongLong(args[3]);
+  if (count > 3) words[TIMEOUT_MS] = PyLong_AsLongLong(args[4]);
+  int in_pieces = self->nest.pieces > 0;
+  if (PyErr_Occurred() || require_idle(self->kept.count > 0) || (!in_pieces && require_room(self)))
+    return NULL;
   PyObject *result = NULL;
-  if (get_arrays(self, args[0], SOURCE, (void **)self->sources)) result = other_arrays();
-  else result = status_or_null(reduce_in_pieces(self, words, args[1]));
-  let_go(&self->kept);
+  if (get_arrays(self, args[0], SOURCE, (void **)self->sources)) {
+    result = other_arrays();
+  } else if (in_pieces) {
+    result = status_or_null(reduce_in_pieces(self, words, args[1]));
+  } else if (!get_arrays(self, args[1], RESULT, self->results)) {
+    result = status_or_null(reduce_small(self, self->sources, self->results, words[FINGERPRINT],
+                                         words[TIMEOUT_MS]));
+  }
+  if (!is_abandoned(self->carrier)) let_go(&self->kept);
   return result;
 }
 
@@ -382,17 +363,14 @@ static PyObject *Reduce_piece(Reduce *self, PyObject *piece) {
 }
 
 static PyMethodDef Reduce_methods[] = {
-    {"eager", (PyCFunction)(void *)Reduce_eager, METH_FASTCALL,
-     "eager(sources, results, fingerprint=..., timeout_ms=...)\n--\n\n"
-     "Reduce with one header, or behind it by MPI; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
+    {"run", (PyCFunction)(void *)Reduce_run, METH_FASTCALL,
+     "run(sources, results, result_offset=NOWHERE, fingerprint=..., timeout_ms=...)\n--\n\n"
+     "Reduce, and return OK, AGAIN, DIFFERENT or LEFT: piece by piece; without pieces with one\n"
+     "header, or behind it by MPI.\n\n"
      "None, and nothing was sent, where the arrays are not what is expected.\n\n"
-     "Args:\n    sources: C-contiguous arrays, or one.\n    results: the same, for the results."},
-    {"shared", (PyCFunction)(void *)Reduce_shared, METH_FASTCALL,
-     "shared(sources, results, result_offset, fingerprint=..., timeout_ms=...)\n--\n\n"
-     "Reduce piece by piece; return OK, AGAIN, DIFFERENT or LEFT.\n\n"
      "Args:\n    sources: C-contiguous arrays, or one.\n"
      "    results: the same, for the results; in the arena, if they are there.\n"
-     "    result_offset: where the layout of the results begins in the arena, or NOWHERE."},
+     "    result_offset: where the layout of the results begins in the arena."},
     {"start", (PyCFunction)Reduce_start, METH_VARARGS,
      "start(sources, results)\n--\n\n"
      "Begin to go piece by piece, after a header; only `reduce_range` divides. Of sources and\n"
@@ -422,7 +400,7 @@ PyTypeObject ReduceType = {
         "       algorithm=..., handles=..., nbytes=...)\n--\n\n"
         "The all-reduce of a nest: for each leaf (dtype, operation, shape, divisor).\n\n"
         "Args:\n    channel: a `Channel` or a `Between`.\n"
-        "    piece_bytes: at most an area of the channel; of none in a `Between`.\n"
+        "    piece_bytes: at most an area of the channel; 0: in one piece, as in a `Between`.\n"
         "    algorithm: how MPI moves a nest that has no room behind the header of a `Between`.\n"
         "    handles: of MPI's datatype and operation for each leaf then.\n"
         "    nbytes: what is counted, if not the bytes of the leaves.",

@@ -291,7 +291,7 @@ def test_headers_bring_the_payloads_of_all(comm, few, kind, monkeypatch):
         reduce = _native.core.Reduce(channel, [leaf], 0, 5)
         found = np.empty(count, np.uint8)
         mine = np.full(count, rank + 1, np.uint8)
-        assert reduce.eager(mine, found) == _native.core.OK
+        assert reduce.run(mine, found) == _native.core.OK
         assert set(found.tolist()) == ({want} if count else set())
     assert channel.meet(0, rank, rank, rank, 0, -1) == (
         _native.core.DIFFERENT if size > 1 else _native.core.OK

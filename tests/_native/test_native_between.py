@@ -337,12 +337,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(TypeError):
         core.Reduce(object(), [], 0)
     small = core.Reduce(between, [("f8", "SUM", (1,), 0)], 0)
-    for call in (
-        lambda: small.shared(np.ones(1), np.ones(1), 0),
-        lambda: small.start(np.ones(1), np.ones(1)),
-    ):
-        with pytest.raises(RuntimeError, match="share no memory"):
-            call()
+    with pytest.raises(RuntimeError, match="share no memory"):
+        small.start(np.ones(1), np.ones(1))
     with pytest.raises(ValueError, match="no piece 0"):
         small.copy_in(0)
     with pytest.raises(ValueError, match="no room"):
@@ -440,7 +436,7 @@ def test_what_is_abandoned_is_not_freed(merges: bool) -> None:
         leaf = ("f8", "SUM", (), 0)
         reduce = core.Reduce(between, [leaf], 0)
         with pytest.raises(RuntimeError, match="one thread"):
-            reduce.eager(np.ones(()), np.ones(()))
+            reduce.run(np.ones(()), np.ones(()))
         raise KeyboardInterrupt
 
     rank.wait = give_up
@@ -540,7 +536,7 @@ def test_too_many_kinds_of_leaves_raise() -> None:
         world.ranks[0], leaves, 0, 3, 0, True, (False, 4, 2**20), handles
     )
     with pytest.raises(RuntimeError, match="too many kinds"):
-        reduce.eager(arrays, [np.empty_like(x) for x in arrays])
+        reduce.run(arrays, [np.empty_like(x) for x in arrays])
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -550,10 +546,10 @@ def test_an_error_of_mpi_while_data_move(gathers: bool) -> None:
     leaf, way = ("f8", "SUM", (100,), 0), (gathers, 4, 100)
     reduce = core.Reduce(rank, [leaf], 0, 3, 0, True, way, [(22, 31)])
     x, out = np.ones(100), np.zeros(100)
-    assert reduce.eager(x, out) == core.OK
+    assert reduce.run(x, out) == core.OK
     world.code_of_data = 15
     with pytest.raises(MPIError, match="15"):
-        reduce.eager(x, out)
+        reduce.run(x, out)
     with pytest.raises(RuntimeError, match="abandoned"):
         rank.meet(*header(1))
 
@@ -565,7 +561,7 @@ def test_a_signal_while_data_move_keeps_their_memory() -> None:
     reduce = core.Reduce(first, [leaf], 0, 3, 0, True, way, [(22, 31)])
     second.start(*header(3))  # and it never sends its data
     x, out = np.ones(100), np.full(100, 5.0)
-    call = functools.partial(reduce.eager, x, out)
+    call = functools.partial(reduce.run, x, out)
     interrupted_by_a_signal(call, lambda: world.ranks[0].moves)
     assert (bool(first.active), first.moves, first.reductions) == (True, 1, 0)
     assert (out == 5).all()
@@ -598,7 +594,7 @@ def elements_of(world: World, *arrays: Any) -> list[Any]:
         rank.wait = lambda _: None
         leaf = [(kind_of(x), "SUM", x.shape, 0)]
         with pytest.raises(RuntimeError, match="has not waited"):
-            core.Reduce(rank, leaf, 0, 7).eager(x, np.empty_like(x))
+            core.Reduce(rank, leaf, 0, 7).run(x, np.empty_like(x))
     return [sent.copy() for sent in world.sent]
 
 
@@ -690,14 +686,14 @@ def reduce_on_all(world: World, plans: list[Any], *call: int) -> None:
     Args:
         world: the ranks.
         plans: of each.
-        call: its fingerprint and time-out, if they are not the usual ones.
+        call: more arguments of `Reduce.run`, if they are not the usual ones.
     """
     length = plans[0].nbytes // 4
     results = [np.zeros(length, np.float32) for _ in plans]
     in_threads(
         [
             functools.partial(
-                plan.eager, np.full(length, k + 1.0, np.float32), result, *call
+                plan.run, np.full(length, k + 1.0, np.float32), result, *call
             )
             for k, (plan, result) in enumerate(zip(plans, results, strict=True))
         ]
@@ -774,7 +770,7 @@ def test_calls_of_one_kind_have_fingerprints_of_their_own() -> None:
     world = World(2)
     plans = reductions(world, 1, 64)
     for step in range(100, 106):
-        reduce_on_all(world, plans, step, 0)
+        reduce_on_all(world, plans, core.NOWHERE, step, 0)
     begun = world.ranks[0].iallgathers
     assert meet(world, header(1, flag=1), header(1)) == [core.DIFFERENT] * 2
     assert world.ranks[0].iallgathers == begun + 1
@@ -821,7 +817,7 @@ def test_plans_that_another_thread_makes_during_calls_need_more_memory() -> None
         results = [[np.zeros_like(x) for x in sources] for _ in plans]
         in_threads(
             [
-                functools.partial(plan.eager, sources, result)
+                functools.partial(plan.run, sources, result)
                 for plan, result in zip(plans, results, strict=True)
             ]
         )

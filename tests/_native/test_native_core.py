@@ -102,13 +102,14 @@ def test_a_gather_that_waits_is_not_changed_by_another_call() -> None:
 
 def test_arrays_that_are_not_as_expected_are_refused_unsent() -> None:
     def body(me: Rank) -> str:
-        reduce = core.Reduce(me.channel, [("f8", "SUM", (3,), 0)], AREA)
+        leaf = ("f8", "SUM", (3,), 0)
+        reductions = [core.Reduce(me.channel, [leaf], size) for size in (0, AREA)]
         out = np.zeros(3)
         raw = np.zeros(25, np.uint8)[1:].view(np.float64)
         others = np.ones(3, "f4"), np.ones(3, "i8"), np.ones((3, 1)), np.ones(4)
         for x in (np.ones(6)[::2], raw, *others):
-            assert reduce.eager(x, out, 5, 0) is None
-            assert reduce.shared(x, out, -1, 5, 0) is None
+            for reduce in reductions:
+                assert reduce.run(x, out, -1, 5, 0) is None
         assert me.channel.headers == 0
         return "ok"
 

@@ -134,11 +134,10 @@ class TestLines:
         lines = listener.take(rank)
         assert {line["event"] for line in lines} == {"end"}
         assert {line["size"] for line in lines} == {str(size)}
-        cache = group_of(traced).collectives.cache
+        plans = group_of(traced).collectives.cache.plans()
         planned = {
             plan.call.text: plan.observed.route
-            for of_call in cache.values()
-            for plan in of_call.values()
+            for plan in plans
             if isinstance(plan, ObservedPlan)
         }
         nest = "{'a': float64 (), 'b': [float64 (2, 3), int64 ()]}"
