@@ -1,5 +1,7 @@
 """TensorFlow's tutorial "Custom training with tf.distribute.Strategy", line by line.
 
+Needs the extra `examples`:
+
     mpirun -n 2 python examples/custom_training_loop.py
 
 The order of the sections, and the names in them, are those of the tutorial. What

@@ -1,5 +1,7 @@
 """Cluster the flowers of the iris data set by k-means, with the rows on all replicas.
 
+Needs the extra `examples`:
+
     mpirun -n 3 python examples/kmeans.py
 
 Each replica assigns its own rows to the nearest centre. The sums and counts of the

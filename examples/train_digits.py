@@ -1,5 +1,7 @@
 """Train a classifier of handwritten digits, data-parallel on all ranks.
 
+Needs the extra `examples`:
+
     mpirun -n 4 python examples/train_digits.py
 
 Each rank has a copy of a small neural network, and computes loss and gradients on its

@@ -1,5 +1,7 @@
 """Train a classifier of handwritten digits that continues when a rank is killed.
 
+Needs the extra `examples`:
+
     mpidist run --elastic -n 3 examples/train_elastic.py
     mpidist run --elastic -n 3 examples/train_elastic.py --kill 1 --at-step 100
 

@@ -1,5 +1,7 @@
 """Train a network of JAX on handwritten digits, data-parallel on all ranks.
 
+Needs the extras `examples` and `jax`:
+
     mpirun -n 4 python examples/train_jax.py
 
 Each rank takes its share of each batch, and one all-reduce averages loss and gradients

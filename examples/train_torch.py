@@ -1,5 +1,7 @@
 """Train a torch module on handwritten digits, data-parallel on all ranks.
 
+Needs the extras `examples` and `torch`:
+
     mpirun -n 4 python examples/train_torch.py
     mpirun -n 4 python examples/train_torch.py --checkpoint run --resume
 

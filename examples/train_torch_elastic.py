@@ -1,5 +1,7 @@
 """Train a torch module that continues when a rank is killed.
 
+Needs the extras `examples` and `torch`:
+
     mpidist run --elastic -n 3 examples/train_torch_elastic.py
     mpidist run --elastic -n 3 examples/train_torch_elastic.py --kill 1 --at-step 40
 
