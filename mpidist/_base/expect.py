@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 from mpidist._base.types import Shape
+
+_E = TypeVar("_E", bound=enum.Enum)
 
 
 def expect(
@@ -62,6 +65,20 @@ def as_int(
             f"{hint and '; '}{hint}"
         )
     return number
+
+
+def as_member(call: str, name: str, value: Any, kind: type[_E]) -> _E:
+    """Return a member of an enumeration, given one, or its name in any case.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, str):
+        value = kind.__members__.get(value.upper(), value)
+    names = ", ".join(member.name for member in kind)
+    what = f"`{name}` to be one of {names} ({kind.__name__})"
+    expect(isinstance(value, kind), call, what, value, error=ValueError)
+    return value
 
 
 def as_path(call: str, path: Any, hint: str = "") -> str:

@@ -7,7 +7,7 @@ import enum
 import warnings
 from typing import Any, Final, Literal, TypeAlias
 
-from mpidist._base.expect import as_int, expect
+from mpidist._base.expect import as_int, as_member, expect
 
 Compression = Literal["none", "fp16", "bf16"]
 LARGEST_NUMBER: Final = 1e9
@@ -114,7 +114,9 @@ class CommunicationOptions:
         what = '`compression` to be "fp16", "bf16", "none" or None'
         expect(fits, call, what, compression, error=ValueError)
         # Past the check of a frozen class.
-        vars(self)["implementation"] = _as_implementation(self.implementation)
+        vars(self)["implementation"] = as_member(
+            call, "implementation", self.implementation, CommunicationImplementation
+        )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options, overridden by the fields that ``options`` sets."""
@@ -146,15 +148,3 @@ def CollectiveHints(  # noqa: N802 - TensorFlow's name
     return CommunicationOptions(
         bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_seconds
     )
-
-
-def _as_implementation(
-    value: CommunicationImplementation | str,
-) -> CommunicationImplementation:
-    if isinstance(value, CommunicationImplementation):
-        return value
-    known = {item.name: item for item in CommunicationImplementation}
-    name = value.upper() if isinstance(value, str) else ""
-    what = f"`implementation` to be one of {', '.join(known)}"
-    expect(name in known, "CommunicationOptions", what, value, error=ValueError)
-    return known[name]

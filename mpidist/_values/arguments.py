@@ -5,15 +5,14 @@ Nothing here communicates, and nothing changes the variable.
 
 from __future__ import annotations
 
-import enum
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist._base import backend, gpus
 from mpidist._base.errors import warn_caller
-from mpidist._base.expect import expect
+from mpidist._base.expect import as_member, expect
 from mpidist._base.indexed_slices import IndexedSlices
 from mpidist._base.threads import ReplicaLocal
 from mpidist._base.types import Array, DType, Nest, Shape, record
@@ -22,11 +21,6 @@ from mpidist._runtime.context import Frame, Level
 from mpidist._values.array_like import to_plain
 from mpidist._values.distributed import is_per_replica
 
-_E = TypeVar("_E", bound=enum.Enum)
-_NAMES: Final[dict[type[enum.Enum], str]] = {
-    VariableSynchronization: "AUTO, ON_WRITE or ON_READ",
-    VariableAggregation: "NONE, SUM, MEAN or ONLY_FIRST_REPLICA",
-}
 _COMBINED: Final = (VariableAggregation.SUM, VariableAggregation.MEAN)
 _NOT_COMBINED: Final = ("scatter_min", "scatter_max", "scatter_update")
 # The names of variables that a warning has named.
@@ -136,16 +130,6 @@ class Attributes:
         )
 
 
-def _member(kind: type[_E], value: Any) -> _E:
-    """Return the member of an enumeration for a name (case-insensitive)."""
-    if isinstance(value, str):
-        value = kind.__members__.get(value.upper(), value)
-    argument = kind.__name__.removeprefix("Variable").lower()
-    what = f"`{argument}` to be a `mpidist.{kind.__name__}` ({_NAMES[kind]})"
-    expect(isinstance(value, kind), "Variable", what, value, error=ValueError)
-    return value
-
-
 def check_attributes(
     trainable: object, name: Any, synchronization: object, aggregation: object
 ) -> Attributes:
@@ -156,8 +140,10 @@ def check_attributes(
     """
     fits = name is None or isinstance(name, str)
     expect(fits, "Variable", "`name` to be a str", name)
-    synchronization = _member(VariableSynchronization, synchronization)
-    aggregation = _member(VariableAggregation, aggregation)
+    synchronization = as_member(
+        "Variable", "synchronization", synchronization, VariableSynchronization
+    )
+    aggregation = as_member("Variable", "aggregation", aggregation, VariableAggregation)
     name = name or "Variable"
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(

@@ -12,7 +12,8 @@ class MPIClusterResolver(ClusterResolver):
 
     Returned by `mpidist.Strategy.cluster_resolver`; no configuration is needed. There
     is one job, ``"worker"``, with one task for each rank. There are no ports: an
-    address is a host name. All is known on every rank, and no call communicates.
+    address is a host name; that of `master` by default of rank 0, the coordinator. All
+    is known on every rank, and no call communicates.
 
     Args:
         hosts: the name of each rank's host, in rank order.
@@ -60,30 +61,9 @@ class MPIClusterResolver(ClusterResolver):
         """Return ``task_type`` and ``task_id``, as `SlurmClusterResolver` does."""
         return self.task_type, self.task_id
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the host of a task, by default of rank 0, the coordinator.
-
-        Args:
-            task_type: "worker".
-            task_id: the rank.
-            rpc_layer: a protocol to put before it; default: none.
-
-        Raises:
-            ValueError: for a job other than "worker", or a task that does not exist.
-        """
-        number = 0 if task_id is None else task_id
-        if task_type not in (None, "worker") or not 0 <= number < len(self.hosts):
-            raise ValueError(
-                f"MPIClusterResolver.master: expected task_type 'worker' and 0 <= "
-                f"task_id < {len(self.hosts)}, got {task_type!r} and {task_id!r}"
-            )
-        host = self.hosts[number]
-        return f"{rpc_layer}://{host}" if rpc_layer else host
+    def _master(self, job: str | None, task: int | None, layer: str | None) -> str:
+        layer = None if layer == self.rpc_layer else layer  # an address is a host
+        return super()._master(job, task or 0, layer)
 
     def _accelerators(self, task_id: int | None) -> dict[str, int]:
         number = self._rank if task_id is None else task_id

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from mpidist._base import backend, nest
-from mpidist._base.expect import expect
+from mpidist._base.expect import as_member, expect
 from mpidist._base.types import DType, HostArray, Nest
 
 INFINITE_CARDINALITY: Final = -1
@@ -46,22 +46,6 @@ class AutoShardPolicy(enum.Enum):
     FILE = 1
     DATA = 2
     HINT = 3
-
-
-def as_policy(value: object, where: str) -> AutoShardPolicy:
-    """Return an `AutoShardPolicy`, given one or its name.
-
-    Raises:
-        ValueError: if it is neither; ``where`` is named in the message.
-    """
-    if isinstance(value, AutoShardPolicy):
-        return value
-    if isinstance(value, str) and value.upper() in AutoShardPolicy.__members__:
-        return AutoShardPolicy[value.upper()]
-    raise ValueError(
-        f"{where}: expected `auto_shard_policy` to be one of "
-        f"{', '.join(AutoShardPolicy.__members__)}, got {value!r}"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +159,9 @@ class InputOptions:
             "`experimental_replication_mode` to be a `mpidist.InputReplicationMode`",
             mode,
         )
-        policy = as_policy(self.auto_shard_policy, "InputOptions")
+        policy = as_member(
+            "InputOptions", "auto_shard_policy", self.auto_shard_policy, AutoShardPolicy
+        )
         object.__setattr__(self, "experimental_fetch_to_device", fetch is not False)
         object.__setattr__(self, "auto_shard_policy", policy)
 

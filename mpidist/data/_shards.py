@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from mpidist._base.expect import expect
+from mpidist._base.expect import as_member, expect
 from mpidist._runtime.group import ReplicaGroup
 from mpidist.data._combinations import Interleave
 from mpidist.data._conversions import Batch
@@ -17,7 +17,6 @@ from mpidist.data._options import (
     AutoShardPolicy,
     InputOptions,
     InputReplicationMode,
-    as_policy,
 )
 from mpidist.data._rows import LazyBlock, RowBlock, block_of, count_rows, join
 from mpidist.data._selections import Part
@@ -57,7 +56,9 @@ def split_input(
     policy: Any = options.auto_shard_policy
     if isinstance(dataset, Dataset) and policy is AutoShardPolicy.AUTO:
         own = dataset.options().experimental_distribute.auto_shard_policy
-        policy = as_policy(own, "DistributeOptions")
+        policy = as_member(
+            "DistributeOptions", "auto_shard_policy", own, AutoShardPolicy
+        )
     if policy is AutoShardPolicy.HINT:
         raise ValueError(
             f"{call}: AutoShardPolicy.HINT is not supported; write `strategy."

@@ -96,7 +96,7 @@ def test_cluster_resolver(strategy, rank, size):
     assert resolver.num_accelerators() == {}
     assert f"task {rank} of {size}" in repr(resolver)
     for bad in (("ps", 0), ("worker", size), ("worker", -1)):
-        with pytest.raises(ValueError, match="task_type 'worker'"):
+        with pytest.raises(ValueError, match=r"No such job|No task"):
             resolver.master(*bad)
     assert mpidist.MPIClusterResolver(
         ("a",), 0, ("/rank:0/device:GPU:1",)

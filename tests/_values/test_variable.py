@@ -134,7 +134,7 @@ def fail():
             (
                 {"initial_value": 1.0, "aggregation": name},
                 ValueError,
-                "NONE, SUM, MEAN or ONLY_FIRST_REPLICA",
+                "NONE, SUM, MEAN, ONLY_FIRST_REPLICA",
             )
             for name in ("MAX", "ONLY_FIRST", 3)
         ),
