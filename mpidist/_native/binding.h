@@ -43,21 +43,8 @@ typedef struct Memory {
 } Memory;
 
 /* What carries headers: a Channel or a Between, which both begin with it. */
-typedef struct Carrier Carrier;
 typedef struct {
-  /* Exchange a header, with what `small` adds to it; return the status, or -1 with an exception.
-     `keeper` keeps the nest of `small`, whose sources and results may be NULL: its bytes are in
-     the room behind the header already, and stay there. */
-  int (*meet)(Carrier *self, const md_header *header, const md_small *small, PyObject *keeper);
-  /* Publish a header; -1: an exception.  And its status, once it is there; MISSING: not yet. */
-  int (*start)(Carrier *self, const md_header *header);
-  int (*test)(Carrier *self);
-} Medium;
-enum { MISSING = -2 };
-
-struct Carrier {
   PyObject_HEAD
-  const Medium *medium;
   int rank, size;
   int busy;           /* a call is under way, which began at `start` */
   int active, moves;  /* requests of MPI in progress; whether they are of data */
@@ -69,7 +56,7 @@ struct Carrier {
   md_header *verdict;      /* of the last header */
   unsigned long reductions, gathers;    /* all that `Reduce` and `Gather` have done */
   unsigned long long reduced, gathered; /* bytes of this rank's arrays in them */
-};
+} Carrier;
 
 typedef struct {
   Carrier carrier;
@@ -233,7 +220,7 @@ PyObject *make_object(PyTypeObject *type, PyObject *args, PyObject *kwargs, init
     return make_object(type, args, kwargs, (initproc)TYPE##_init);                      \
   }
 
-void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_header *verdict);
+void open_carrier(Carrier *self, int rank, int size, md_header *verdict);
 /* Begin a call: -1 with an exception if one is under way.  And end it: return its status, or -1
    where `pause` has raised. */
 int begin_call(Carrier *self);
@@ -255,9 +242,17 @@ void acquire_gil(Carrier *self);
 /* The arguments of `Carrier.meet`.  And the header that they ask for, of a call that has begun. */
 enum { FLAG, FINGERPRINT, VALUE, LARGEST, TIMEOUT_MS, RESULT_OFFSET, WORDS };
 md_header header_with(Carrier *self, const long long words[WORDS]);
-/* A call that is a header: `Medium.meet`. */
+/* A call that is a header, with what `small` adds to it; return the status, or -1 with an
+   exception.  `keeper` keeps the nest of `small`, whose sources and results may be NULL: its bytes
+   are in the room behind the header already, and stay there. */
 int meet_ranks(Carrier *self, const long long words[WORDS], const md_small *small,
                PyObject *keeper);
+/* The same between nodes.  Publish a header; -1: an exception.  And its status, once it is there;
+   MISSING: not yet. */
+int between_meet(Between *self, const md_header *header, const md_small *small, PyObject *keeper);
+int between_start(Between *self, const md_header *header);
+int between_test(Between *self);
+enum { MISSING = -2 };
 /* Allocate what `plan` needs for a nest that has no room behind its header; -1: an exception.  And
    exchange a header, and reduce the nest; return the status, or -1 with an exception.  `kind`: of
    calls with this nest, of which each may have a fingerprint of its own that contains it. */

@@ -411,11 +411,9 @@ int between_reduce(Between *self, const MovePlan *plan, const long long words[WO
   return MD_OK;
 }
 
-/* --- the medium, and for Python ----------------------------------------------------------- */
+/* --- headers alone, and for Python ----------------------------------------------------------- */
 
-static int meet_by_mpi(Carrier *carrier, const md_header *header, const md_small *small,
-                       PyObject *keeper) {
-  Between *self = (Between *)carrier;
+int between_meet(Between *self, const md_header *header, const md_small *small, PyObject *keeper) {
   if (small && small->sources) md_small_put(small, room_of(self));
   md_float_state before = md_enter_default_state(); /* for data that go with the header */
   int wrong =
@@ -427,17 +425,15 @@ static int meet_by_mpi(Carrier *carrier, const md_header *header, const md_small
   return status;
 }
 
-static int start_by_mpi(Carrier *self, const md_header *header) {
-  return publish((Between *)self, header, NULL, NULL);
+int between_start(Between *self, const md_header *header) {
+  return publish(self, header, NULL, NULL);
 }
 
-static int test_by_mpi(Carrier *self) {
-  int there = test_some((Between *)self, ((Between *)self)->tests);
+int between_test(Between *self) {
+  int there = test_some(self, self->tests);
   if (there < 0) return -1;
-  return there ? judge((Between *)self) : MISSING;
+  return there ? judge(self) : MISSING;
 }
-
-static const Medium mpi = {meet_by_mpi, start_by_mpi, test_by_mpi};
 
 static PyObject *Between_Test(Between *self, PyObject *ignored) {
   (void)ignored;
@@ -507,7 +503,7 @@ static int Between_init(Between *self, PyObject *args, PyObject *kwargs) {
     PyErr_NoMemory();
     return -1;
   }
-  open_carrier(&self->carrier, &mpi, rank, size, &self->verdict);
+  open_carrier(&self->carrier, rank, size, &self->verdict);
   self->room = element - sizeof(md_header);
   self->share = self->merges ? self->room / (size_t)size / 8 * 8 : self->room;
   self->first_tests = first_tests;

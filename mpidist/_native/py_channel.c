@@ -86,8 +86,7 @@ PyObject *other_arrays(void) {
 
 /* --- Carrier: what `Channel` and `Between` have in common -------------------------------- */
 
-void open_carrier(Carrier *self, const Medium *medium, int rank, int size, md_header *verdict) {
-  self->medium = medium;
+void open_carrier(Carrier *self, int rank, int size, md_header *verdict) {
   self->rank = rank;
   self->size = size;
   self->verdict = verdict;
@@ -107,11 +106,18 @@ md_header header_with(Carrier *self, const long long words[WORDS]) {
                      .source_offset = MD_NOWHERE};
 }
 
+/* The channel in the memory of a node; NULL: MPI carries the headers. */
+static md_channel *memory_of(Carrier *self) {
+  return Py_TYPE(self) == &ChannelType ? &((Channel *)self)->channel : NULL;
+}
+
 int meet_ranks(Carrier *self, const long long words[WORDS], const md_small *small,
                PyObject *keeper) {
+  md_channel *ch = memory_of(self);
   if (begin_call(self)) return -1;
   const md_header header = header_with(self, words);
-  return end_call(self, self->medium->meet(self, &header, small, keeper));
+  return end_call(self, ch ? md_meet(ch, &header, small)
+                           : between_meet((Between *)self, &header, small, keeper));
 }
 
 static int parse_words(PyObject *const *args, Py_ssize_t count, long long words[WORDS]) {
@@ -136,18 +142,23 @@ static PyObject *Carrier_start(Carrier *self, PyObject *const *args, Py_ssize_t 
   long long words[WORDS];
   if (parse_words(args, count, words) || begin_call(self)) return NULL;
   const md_header header = header_with(self, words);
-  if (end_call(self, self->medium->start(self, &header))) return NULL;
+  md_channel *ch = memory_of(self);
+  if (ch) md_start(ch, &header, NULL);
+  if (end_call(self, ch ? MD_OK : between_start((Between *)self, &header))) return NULL;
   Py_RETURN_NONE;
 }
 
 static PyObject *Carrier_test(Carrier *self, PyObject *ignored) {
   (void)ignored;
-  int status = self->medium->test(self);
+  md_channel *ch = memory_of(self);
+  int status;
+  if (ch) status = md_all_reached(ch) ? md_judge(ch, NULL) : MISSING;
+  else status = between_test((Between *)self);
   return status == MISSING ? Py_NewRef(Py_None) : status_or_null(status);
 }
 
 static PyObject *Carrier_missing(Carrier *self, PyObject *ignored) {
-  md_channel *ch = Py_TYPE(self) == &ChannelType ? &((Channel *)self)->channel : NULL;
+  md_channel *ch = memory_of(self);
   (void)ignored;
   PyObject *list = PyList_New(0);
   for (int r = 0; ch && list && r < ch->size; r++) {
@@ -160,8 +171,9 @@ static PyObject *Carrier_missing(Carrier *self, PyObject *ignored) {
 }
 
 static PyObject *Carrier_leave(Carrier *self, PyObject *ignored) {
+  md_channel *ch = memory_of(self);
   (void)ignored;
-  if (Py_TYPE(self) == &ChannelType) md_leave(&((Channel *)self)->channel);
+  if (ch) md_leave(ch);
   Py_RETURN_NONE;
 }
 
@@ -228,24 +240,6 @@ PyTypeObject CarrierType = {
 
 /* --- Channel: in the memory of a node ------------------------------------------------------ */
 
-static int meet_in_memory(Carrier *self, const md_header *header, const md_small *small,
-                          PyObject *keeper) {
-  (void)keeper;
-  return md_meet(&((Channel *)self)->channel, header, small);
-}
-
-static int start_in_memory(Carrier *self, const md_header *header) {
-  md_start(&((Channel *)self)->channel, header, NULL);
-  return MD_OK;
-}
-
-static int test_in_memory(Carrier *self) {
-  md_channel *ch = &((Channel *)self)->channel;
-  return md_all_reached(ch) ? md_judge(ch, NULL) : MISSING;
-}
-
-static const Medium memory_of_node = {meet_in_memory, start_in_memory, test_in_memory};
-
 static int Channel_init(Channel *self, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"memory",      "size",    "rank",  "area_bytes",
                           "arena_bytes", "crowded", "spins", NULL};
@@ -262,7 +256,7 @@ static int Channel_init(Channel *self, PyObject *args, PyObject *kwargs) {
     return -1;
   }
   self->memory = (Memory *)Py_NewRef(memory);
-  open_carrier(&self->carrier, &memory_of_node, rank, size, &self->channel.verdict);
+  open_carrier(&self->carrier, rank, size, &self->channel.verdict);
   md_open(&self->channel, memory->start, size, rank, (size_t)area, (size_t)arena, crowded,
           spins);
   self->channel.hooks = (md_hooks){blocking, pause_call, self};
