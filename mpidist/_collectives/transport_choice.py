@@ -294,19 +294,19 @@ class TransportChoice:
                 "`CommunicationImplementation.NCCL` is not there: the ranks were not "
                 f"connected by it when the strategy was made ({why}); {_INSTEAD}"
             )
+        staged, direct = StagedTransport(host, self.memory), DirectTransport(self._comm)
         if wanted is kind.DIRECT and self.decision.mixed:
             # MPI does not match the blocking calls of GPU buffers with those of others.
-            return StagedTransport(host, self.memory), "staged: some ranks have no GPU"
+            return staged, "staged: some ranks have no GPU"
         if wanted is kind.DIRECT:
-            return DirectTransport(self._comm), f"direct: {asked}"
+            return direct, f"direct: {asked}"
         if wanted is kind.STAGED:
-            return StagedTransport(host, self.memory), f"staged: {asked}"
+            return staged, f"staged: {asked}"
         if self._nccl is not None and wanted in (kind.NCCL, *_AUTO):
             one = "each rank has a GPU of its own"
             return self._nccl, f"nccl: {asked if wanted is kind.NCCL else one}"
-        if self.decision.transport == "direct":
-            return DirectTransport(self._comm), self.decision.reason
-        return StagedTransport(host, self.memory), self.decision.reason
+        chosen = direct if self.decision.transport == "direct" else staged
+        return chosen, self.decision.reason
 
     def _tell_that_nccl_has_no_gpus(self) -> None:
         text = (

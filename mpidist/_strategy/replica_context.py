@@ -348,6 +348,7 @@ class ReplicaContext:
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest: ...
 
+    @interruptions.tells("merge_call")
     def merge_call(
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest:
@@ -394,23 +395,19 @@ class ReplicaContext:
             strategy.run(replica_fn)
         """
         group = self._group
-        try:
-            if context.current().replica_context is not self:
-                require_current(self, "merge_call")
-            kwargs = {} if kwargs is None else kwargs
-            if not group.is_mpi:
-                check_arguments("merge_call", args, kwargs)
-                require_scope("merge_call")
-                with group.cross_frame:
-                    return merge_fn(self.strategy, *args, **kwargs)
-            observers = group.guard.observers
-            if observers is None:
-                return merge_call(group, merge_fn, args, kwargs)
-            with observers.whole("merge_call", merge_fn, group.guard):
-                return merge_call(group, merge_fn, args, kwargs)
-        except BaseException as error:
-            interruptions.left(group, "merge_call", error)
-            raise
+        if context.current().replica_context is not self:
+            require_current(self, "merge_call")
+        kwargs = {} if kwargs is None else kwargs
+        if not group.is_mpi:
+            check_arguments("merge_call", args, kwargs)
+            require_scope("merge_call")
+            with group.cross_frame:
+                return merge_fn(self.strategy, *args, **kwargs)
+        observers = group.guard.observers
+        if observers is None:
+            return merge_call(group, merge_fn, args, kwargs)
+        with observers.whole("merge_call", merge_fn, group.guard):
+            return merge_call(group, merge_fn, args, kwargs)
 
     def _reduce_now(self, op: Reduction, value: Nest, options: CallOptions) -> Nest:
         if type(op) is not ReduceOp:
