@@ -11,12 +11,18 @@ from mpidist._base.backend import as_number
 from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import HostArray, Nest
-from mpidist.metrics._metrics import Mean, _largest, _of_shape, _OfPairs, _sums_of_rows
+from mpidist.metrics._metrics import (
+    Mean,
+    PairMetric,
+    _largest,
+    _of_shape,
+    _sums_of_rows,
+)
 
 _EPSILON: Final = 1e-7  # of Keras
 
 
-class _Compared(_OfPairs, Mean):  # type: ignore[misc]  # update_state as in Keras
+class _Compared(PairMetric, Mean):  # type: ignore[misc]  # update_state as in Keras
     """The mean of what a comparison of labels and predictions gives, such as a loss."""
 
     _sparse = False  # whether a label is the number of the class of a row

@@ -12,7 +12,7 @@ from mpidist._base.backend import as_number
 from mpidist._base.expect import as_int, expect
 from mpidist._base.remedies import explain_keywords
 from mpidist._base.types import HostArray, Nest
-from mpidist.metrics._metrics import _each_weight, _of_shape, _OfPairs
+from mpidist.metrics._metrics import PairMetric, _each_weight, _of_shape
 
 _COUNTS: Final = (
     "true_positives",
@@ -43,7 +43,7 @@ def _evenly(call: str, num_thresholds: int, least: int) -> HostArray:
         raise ValueError(f"{call}: num_thresholds={count} is too many") from error
 
 
-class _Confusion(_OfPairs):
+class _Confusion(PairMetric):
     """Counts, by threshold, of predictions that are right and wrong.
 
     Args:

@@ -300,7 +300,7 @@ class Mean(Metric):
         return np.float64(total / count if count else 0.0)
 
 
-class _OfPairs(Metric):
+class PairMetric(Metric):
     """The base of metrics of labels and predictions."""
 
     def update_state(

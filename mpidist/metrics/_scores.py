@@ -14,15 +14,15 @@ from mpidist._base.types import HostArray, Nest
 from mpidist._values.variable import Variable
 from mpidist.metrics._confusion import _numbers, _ratio
 from mpidist.metrics._metrics import (
+    PairMetric,
     _each_weight,
     _largest,
     _of_shape,
-    _OfPairs,
     _weighted,
 )
 
 
-class _OfColumns(_OfPairs):
+class _OfColumns(PairMetric):
     """The base of scores: each variable has a sum over the rows for each column."""
 
     _hint: str
@@ -233,7 +233,7 @@ class R2Score(_OfColumns):
 # --- classes of pixels: intersection over union -----------------------------
 
 
-class IoU(_OfPairs):
+class IoU(PairMetric):
     """The mean over classes of the intersection over the union; absent ones left out.
 
     The intersection is the number of pixels (or rows) whose label and prediction are

@@ -74,6 +74,7 @@ COLLECTIVE = {
     "experimental.PreemptionCheckpointHandler": "run save_checkpoint_if_preempted",
     "metrics": """AUC.result FBetaScore.result FalseNegatives.result
         FalsePositives.result IoU.result Mean.result Mean.update_state
+        Metric.update_state
         Metric.add_weight Metric.reset_state Metric.reset_states Metric.result
         Precision.result PrecisionAtRecall.result R2Score.result Recall.result
         RecallAtPrecision.result RootMeanSquaredError.result

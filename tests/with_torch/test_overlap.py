@@ -280,7 +280,8 @@ def test_a_step_that_is_compiled(torch, mt, strategy):
         )
     assert steps[0] == steps[1]
     assert training.begun == [None] + [(2, 3)] * 3
-    assert torch._dynamo.utils.counters["frames"]["total"] < 20
+    # 9 or 10; replicas that are threads compile some of them twice.
+    assert torch._dynamo.utils.counters["frames"]["total"] < 25
 
 
 @pytest.mark.usefixtures("several")
