@@ -127,7 +127,7 @@ class Metric:
         kind, settings = type(self), []
         if kind.__module__.startswith(__package__):
             made = self.get_config()
-            for name, parameter in inspect.signature(kind).parameters.items():
+            for name, parameter in self._parameters().items():
                 x = made.get(name, parameter.default)
                 if all(isinstance(leaf, _COMPARED) for leaf in nest.flatten(x)[0]):
                     settings.append(f"{name}={x}")
@@ -135,8 +135,12 @@ class Metric:
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that it was made with, by name, for `from_config`."""
-        names = inspect.signature(type(self)).parameters
-        return dict(zip(names, self._made.args, strict=False)) | self._made.keywords
+        given = zip(self._parameters(), self._made.args, strict=False)
+        return dict(given) | self._made.keywords
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        # Not of the class: Python before 3.11.4 takes those of `__new__`.
+        return inspect.signature(self.__init__).parameters  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
