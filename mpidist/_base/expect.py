@@ -67,15 +67,19 @@ def as_int(
     return number
 
 
-def as_member(call: str, name: str, value: Any, kind: type[_E]) -> _E:
+def as_member(
+    call: str, name: str, value: Any, kind: type[_E], refused: _E | None = None
+) -> _E:
     """Return a member of an enumeration, given one, or its name in any case.
+
+    The message does not offer one that the caller refuses, with a message of its own.
 
     Raises:
         ValueError: for anything else.
     """
     if isinstance(value, str):
         value = kind.__members__.get(value.upper(), value)
-    names = ", ".join(member.name for member in kind)
+    names = ", ".join(member.name for member in kind if member is not refused)
     what = f"`{name}` to be one of {names} ({kind.__name__})"
     expect(isinstance(value, kind), call, what, value, error=ValueError)
     return value

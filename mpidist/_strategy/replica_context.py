@@ -348,7 +348,7 @@ class ReplicaContext:
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest: ...
 
-    @interruptions.tells("merge_call")
+    @tells("merge_call")
     def merge_call(
         self, merge_fn: Callable[..., Nest], args: Args = (), kwargs: Kwargs = None
     ) -> Nest:

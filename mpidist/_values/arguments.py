@@ -140,12 +140,13 @@ def check_attributes(
     """
     fits = name is None or isinstance(name, str)
     expect(fits, "Variable", "`name` to be a str", name)
+    kind, none = VariableSynchronization, VariableSynchronization.NONE
     synchronization = as_member(
-        "Variable", "synchronization", synchronization, VariableSynchronization
+        "Variable", "synchronization", synchronization, kind, none
     )
     aggregation = as_member("Variable", "aggregation", aggregation, VariableAggregation)
     name = name or "Variable"
-    if synchronization is VariableSynchronization.NONE:
+    if synchronization is none:
         raise ValueError(
             f"Variable {name!r}: `NONE` variable synchronization mode is not "
             "supported; write AUTO, ON_WRITE or ON_READ"
