@@ -231,10 +231,9 @@ def wrong_call(text: str, names: Mapping[str, Any]) -> str:
     keyword = tables()["keywords"].get(found[1], {}).get(found[4])
     if keyword is not None:
         return f"{keyword['write']} {_MORE}"
-    # Not the class: Python before 3.11.4 takes the arguments of its `__new__`.
-    member = found[3] or ("__init__" if isinstance(called, type) else None)
-    if member is not None:
-        called = getattr(called, member)
+    if isinstance(called, type):
+        # Not the class: Python before 3.11.4 takes the arguments of its `__new__`.
+        called = getattr(called, found[3] or "__init__")
     signature = inspect.signature(called)
     parameters = [
         one.replace(annotation=one.empty)

@@ -267,12 +267,18 @@ def collect(
     # Sums get buffers of their own, if there are several replicas.
     kept = given.summed if group.collectives.comm.size > 1 else []
     if len(kept) < len(given.arrays):
-        # Copies of gradients that are views of variables, and change in the update.
-        owners = set(map(id, map(_owner, map(array_of, variables))))
-        for i, x in enumerate(given.arrays):
-            if i not in kept and id(_owner(x)) in owners:
-                given.arrays[i] = x.copy()
+        _copy_views(given.arrays, kept, variables)
     return given
+
+
+def _copy_views(
+    arrays: list[Array], kept: list[int], variables: list[Variable]
+) -> None:
+    """Copy gradients that are views of variables, and would change in the update."""
+    owners = set(map(id, map(_owner, map(array_of, variables))))
+    for i, x in enumerate(arrays):
+        if i not in kept and id(_owner(x)) in owners:
+            arrays[i] = x.copy()
 
 
 def _is_usual(gradient: Gradient, array: Array) -> bool:

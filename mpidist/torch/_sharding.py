@@ -177,11 +177,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             for local, one in pairs:  # such as ``lr``
                 local.update(settings_of(one))
             text = self._text_of_step(call) if guard.checks else call
-            digests = [
-                digest(backend.as_array(p.grad, self._name)[0])
-                for p in self._parameters()
-                if p.grad is not None and not self._checked
-            ]
+            digests = [] if self._checked else self._digests()
         if self._checked:
             guard.agree(Call(text))
         elif guard.agree_on(Call(text), fingerprint_of(digests)):
@@ -360,6 +356,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self._restored:
             text += f", after {self._restored} calls of load_state_dict"
         return f"{call} with {text_of_settings(self.param_groups)}{text}"
+
+    def _digests(self) -> list[bytes]:
+        given = [p.grad for p in self._parameters() if p.grad is not None]
+        return [digest(backend.as_array(x, self._name)[0]) for x in given]
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
